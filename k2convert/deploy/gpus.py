@@ -2,7 +2,8 @@
 
 Memory and bandwidth are those of the system files of NVIDIA Dynamo's configurator 0.12.0 (Apache-2.0, PyPI), which take
 them from nvidia-smi where they had the GPU. It has no DGX Spark: its memory is what an owner of eight reads
-(github.com/Avarok-Cybersecurity/atlas, thread 146, 2026-06-10), its bandwidth is NVIDIA's data sheet's.
+(github.com/Avarok-Cybersecurity/atlas, thread 146, 2026-06-10), its bandwidth is NVIDIA's data sheet's. It has no H100
+NVL and no H20 of 96 GB either: theirs are those of data sheets.
 """
 
 import re
@@ -48,6 +49,8 @@ _ALL: Final = (
     Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow", "spark|gb10(?!0)|gx10", per_machine=1),
     Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin", "(?<!g)h200|^p5en?(_?[0-9]*xlarge)?$|^a3ultragpu"),
     Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin", _H100),
+    Gpu("h100-nvl", "H100 NVL", 94_000_000_000, 3.9e12, "marlin", "(?<!g)h100nvl|h100_94g|adi?sh100"),
+    Gpu("h20", "H20", 96_000_000_000, 4e12, "marlin", "(?<!g)h20(?!_?3e)"),
     Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin", _A100),
 )
 GPUS: Final = {gpu.name: gpu for gpu in _ALL}

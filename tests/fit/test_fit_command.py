@@ -199,7 +199,7 @@ def test_the_list_says_where_nvfp4_does_not_pay(tiny: Path) -> None:
     assert "RTX PRO 6000, DGX Spark: NVFP4 runs in hardware, but INT4 is faster on RTX PRO 6000 today: " in shown
     assert "FP8 KV cache, one request of K2.5 ran at 53 to 55 tokens/s in NVFP4 and at 79 in INT4" in shown
     assert "No such comparison is known on DGX Spark" in shown
-    assert "A100 80 GB, H100, H200: NVFP4 runs as weight-only" in shown
+    assert "A100 80 GB, H100, H100 NVL, H20, H200: NVFP4 runs as weight-only" in shown
     assert shown.index("53 to 55 tokens/s") < shown.index("next:")
 
 
@@ -220,6 +220,8 @@ PRINTED = {
              "ml.p5.48xlarge", "ml.p5.4xlarge", "p5", "gpu_8x_h100_sxm5", "nvidia-h100-80gb", "h100-80g"),
     "h200": ("NVIDIA H200", "NVIDIA H200 NVL", "p5en.48xlarge", "a3-ultragpu-8g", "nvidia-h200-141gb",
              "ml.p5en.48xlarge", "ml.p5e.48xlarge", "p5en"),
+    "h100-nvl": ("NVIDIA H100 NVL", "h100-94g", "Standard_NC40ads_H100_v5", "Standard_NC80adis_H100_v5"),
+    "h20": ("NVIDIA H20", "H20 96GB"),
     "b200": ("NVIDIA B200", "p6-b200.48xlarge", "a4-highgpu-8g", "gpu_8x_b200_sxm6", "HGX B200",
              "ml.p6-b200.48xlarge", "B200 192GB"),
     "b300": ("NVIDIA B300 SXM6 AC", "p6-b300.48xlarge", "DGX B300"),
@@ -230,10 +232,10 @@ PRINTED = {
                      "g4-standard-384", "ml.g7e.48xlarge", "RTX PRO 6000 96GB"),
     "dgx-spark": ("NVIDIA GB10", "spark", "DGX Spark", "ASUS Ascent GX10"),
     "": (
-        "NVIDIA GH200 480GB", "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 NVL", "NVIDIA H20",
+        "NVIDIA GH200 480GB", "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "NVIDIA H20-3e", "H20 141GB",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA RTX 6000 Ada Generation", "NVIDIA L40S", "p4d.24xlarge",
-        "NVIDIA H100L-94C", "Standard_NC40ads_H100_v5", "Standard_NC80adis_H100_v5", "NVIDIA A100-SXM-64GB", "RTX 5090",
-        "a100-40g", "A100 40GB", "h100-94g", "H100 64GB", "ml.p4d.24xlarge", "ml.g6e.48xlarge", "p5000",
+        "NVIDIA H100L-94C", "NVIDIA A100-SXM-64GB", "RTX 5090",
+        "a100-40g", "A100 40GB", "H100 64GB", "ml.p4d.24xlarge", "ml.g6e.48xlarge", "p5000",
         "a2-highgpu-8g", "b2000", "h1000", "gb2001", "NVIDIA B2000", "h20000", "rtx-pro-60001",
     ),
 }  # fmt: skip
