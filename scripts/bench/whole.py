@@ -19,12 +19,11 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.job.locations import WORK_ROOT
 from scripts.bench.measure import describe_machine
-from scripts.bench.whole_hub import TOKEN, SourceShard, WholeHub, make_pools, read_entries, sampled
+from scripts.bench.whole_hub import TOKEN, SourceShard, WholeHub, make_pools, read_entries, write_shard
 from scripts.fixture_maker.config import K2_SIDECARS, k2_config
 from scripts.fixture_maker.headers import k2_thinking_parts
 from scripts.fixture_maker.inventory import K2_SHAPE, K2Shape
@@ -135,27 +134,16 @@ def check(hub: WholeHub) -> str:
     from k2convert.check.certificate import Certificate, Claim
 
     claim = Claim(rule="mse", layout="modelopt", input_scales=(1.0, 1.0), roles=("experts",))
-    num_tensors = num_rows = 0
+    num_rows = 0
     for shard, source in hub.sources.items():
         entry = hub.store.repos[RESULT].files()[shard]
-        with hub.store.open(entry) as file, tempfile.TemporaryDirectory() as folder:
-            length, entries = read_entries(file.read(1 << 23))
-            places = sorted(tuple(tensor["data_offsets"]) for tensor in entries.values())
-            assert [begin for begin, _ in places] == [0, *(end for _, end in places[:-1])], "gaps or overlaps"
-            assert length + places[-1][1] == entry.size
-            written: dict[str, tuple[dict[str, Any], bytes]] = {}
-            kept = set(sampled(entries))
-            for name in (name for name in entries if name in kept):
-                module = name.rpartition(".")[0]
-                begin, end = entries[name]["data_offsets"]
-                file.seek(length + begin)
-                if f"{module}.weight_scale_2" not in entries or f"{module}.weight" in kept:
-                    written[name] = entries[name], file.read(end - begin)
-            modules = {name.rpartition(".")[0] for name in written}
-            specs = [spec for spec in source.specs.values() if spec.name.rpartition(".")[0] in modules]
-            before = {s.name: ({"dtype": s.dtype, "shape": s.shape}, source.tensor(s.name)) for s in specs}
-            ours = _write(Path(folder) / "ours", written)
-            theirs = _write(Path(folder) / "theirs", before)
+        ours = hub.store.blob(str(entry.sha256))
+        written = read_entries(ours.read_bytes())[1]
+        modules = {name.rpartition(".")[0] for name in written}
+        specs = [spec for spec in source.specs.values() if spec.name.rpartition(".")[0] in modules]
+        before = {s.name: ({"dtype": s.dtype, "shape": s.shape}, source.tensor(s.name)) for s in specs}
+        with tempfile.TemporaryDirectory() as folder:
+            theirs = write_shard(Path(folder) / "theirs", before)
             certificate = Certificate(
                 result=lambda name, of=written, path=ours: path if name in of else None,
                 source=lambda name, of=before, path=theirs: path if name in of else None,
@@ -163,21 +151,9 @@ def check(hub: WholeHub) -> str:
             )
             verdict = certificate.check_shard(ours, seed=str(entry.sha256))
             certificate.release()
-            assert not verdict.problems, verdict.problems
-            num_tensors += len(entries)
-            num_rows += sum(verdict.rows.values())
-    return f"{num_tensors:,} tensors, each shard with its announced sha256; {num_rows:,} rows certified"
-
-
-def _write(path: Path, tensors: dict[str, tuple[dict[str, Any], bytes]]) -> Path:
-    header: dict[str, Any] = {}
-    position = 0
-    for name, (entry, data) in tensors.items():
-        header[name] = entry | {"data_offsets": [position, position + len(data)]}
-        position += len(data)
-    text = json.dumps(header).encode()
-    path.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *(data for _, data in tensors.values())]))
-    return path
+        assert not verdict.problems, verdict.problems
+        num_rows += sum(verdict.rows.values())
+    return f"{hub.num_tensors:,} tensors, each shard with its announced sha256; {num_rows:,} rows certified"
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """A loopback Hub whose source shards have their full size and no file, and which keeps samples of what it gets.
 
 The bytes of a tensor are a window of a pool of random bytes, at an offset that follows from its name. A shard that
-arrives is hashed as a whole. Its header, its small tensors and a few experts are kept, in a sparse file.
+arrives is hashed as a whole, and two of its experts are kept.
 """
 
 import bisect
@@ -14,6 +14,8 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from loopback_store import Entry
 
 PART_BYTES = 1 << 30
 CHUNK_BYTES = 8 << 20  # more than a header has
-SMALL_BYTES = 4096
 NUM_SAMPLES = 2  # experts of a shard
 POOL_BYTES = 1 << 26
 
@@ -65,9 +66,7 @@ class SourceShard:
         self.shapes = shapes
         self._parts: list[tuple[str | bytes, int, int]] = [(data := header_bytes(ordered), 0, len(data))]
         self._parts += (part for spec in ordered for part in self._windows(spec))
-        self._begins = [0]
-        for _, _, size in self._parts:
-            self._begins.append(self._begins[-1] + size)
+        self._begins = list(accumulate((size for _, _, size in self._parts), initial=0))
         self.num_bytes = self._begins[-1]
 
     def _windows(self, spec: TensorSpec) -> Iterator[tuple[str | bytes, int, int]]:
@@ -102,6 +101,7 @@ class SourceShard:
     def tensor(self, name: str) -> bytes:
         return b"".join(self._read(*part) for part in self._windows(self.specs[name]))
 
+    @cached_property
     def sha256(self) -> str:
         digest = hashlib.sha256()
         for piece in self.pieces(0, self.num_bytes):
@@ -117,24 +117,33 @@ def read_entries(data: bytes) -> tuple[int, dict[str, Any]]:
     return length, entries
 
 
+def write_shard(path: Path, tensors: dict[str, tuple[dict[str, Any], bytes | bytearray]]) -> Path:
+    """Write a shard of these entries and bytes."""
+    header: dict[str, Any] = {}
+    position = 0
+    for name, (entry, data) in tensors.items():
+        header[name] = entry | {"data_offsets": [position, position := position + len(data)]}
+    text = json.dumps(header).encode()
+    path.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *(data for _, data in tensors.values())]))
+    return path
+
+
 def sampled(entries: dict[str, Any]) -> list[str]:
-    """Return the tensors of a result's shard that are kept."""
-    experts = {name: name.rpartition(".")[0].rpartition(".")[0] for name in entries if ".experts." in name}
-    modules = sorted(set(experts.values()))
-    chosen = random.Random(len(entries)).sample(modules, min(NUM_SAMPLES, len(modules)))
-    sizes = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in entries.items()}
-    return [name for name in entries if experts.get(name) in chosen or sizes[name] <= SMALL_BYTES]
+    """Return the tensors of a result's shard that are kept: norms, and two experts."""
+    experts = sorted({name.rpartition(".")[0].rpartition(".")[0] for name in entries if ".experts." in name})
+    chosen = tuple(f"{name}." for name in random.Random(len(entries)).sample(experts, min(NUM_SAMPLES, len(experts))))
+    return [name for name in entries if name.startswith(chosen) or name.endswith("norm.weight")]
 
 
 @dataclass(slots=True)
 class Incoming:
     """One result shard on its way in: parts come in order. `ends` are digest and length after each of them."""
 
-    path: Path
     digest: Any = field(default_factory=hashlib.sha256)
     num_bytes: int = 0
+    num_tensors: int = 0
     ends: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    kept: list[tuple[int, int]] = field(default_factory=list)
+    kept: list[tuple[int, str, dict[str, Any], bytearray]] = field(default_factory=list)  # with its place in the file
 
     def take(self, data: bytes) -> None:
         """Take the next bytes; the first have the whole header."""
@@ -143,13 +152,15 @@ class Incoming:
         self.num_bytes += len(data)
         if begin == 0:
             length, entries = read_entries(data)
-            places = sorted(entries[name]["data_offsets"] for name in sampled(entries))
-            self.kept = [(0, length), *((length + low, length + high) for low, high in places)]
-        first = bisect.bisect_right(self.kept, begin, key=lambda place: place[1])
-        with self.path.open("r+b") as file:
-            for low, high in self.kept[first : bisect.bisect_left(self.kept, (self.num_bytes, 0))]:
-                file.seek(max(low, begin))
-                file.write(data[max(low - begin, 0) : high - begin])
+            places = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
+            assert [low for low, _ in places] == [0, *(high for _, high in places[:-1])], "gaps or overlaps"
+            self.num_tensors = len(entries)
+            kept = ((name, entries[name], entries[name]["data_offsets"]) for name in sampled(entries))
+            self.kept = [(length + low, name, entry, bytearray(high - low)) for name, entry, (low, high) in kept]
+        for low, _, _, kept_data in self.kept:
+            first, last = max(low, begin), min(low + len(kept_data), self.num_bytes)
+            if first < last:
+                kept_data[first - low : last - low] = data[first - begin : last - begin]
 
 
 class _Whole(_Handler):
@@ -173,9 +184,7 @@ class _Whole(_Handler):
             return super()._take_upload(sha256, query)
         number = int(query["part"])
         if number == 1:
-            path = self.hub.store.root / "tmp" / sha256
-            path.write_bytes(b"")
-            self.hub.incoming[sha256] = Incoming(path)
+            self.hub.incoming[sha256] = Incoming()
         shard = self.hub.incoming[sha256]
         if number > 1:  # it may come a second time
             digest, shard.num_bytes = shard.ends[number - 1]
@@ -195,8 +204,8 @@ class _Whole(_Handler):
         shard = self.hub.incoming.pop(request["oid"])
         if shard.digest.hexdigest() != request["oid"]:
             return self._reply(refused(400, "BadRequest", "The parts do not have the announced sha256"))
-        os.truncate(shard.path, shard.num_bytes)
-        shard.path.rename(self.hub.store.blob(request["oid"]))
+        self.hub.num_tensors += shard.num_tensors
+        write_shard(self.hub.store.blob(request["oid"]), {name: (entry, data) for _, name, entry, data in shard.kept})
         return self._reply(Reply({}))
 
 
@@ -208,7 +217,7 @@ class _Outage(Traffic):
 
 
 class WholeHub(LoopbackHub):
-    """The Hub, with a source of these shards and small files as the repository `name`; it remembers their hashes."""
+    """The Hub, with a source of these shards and small files as the repository `name`."""
 
     def __init__(self, root: Path, name: str, sources: dict[str, SourceShard], small: dict[str, bytes]) -> None:
         super().__init__(root)
@@ -216,16 +225,11 @@ class WholeHub(LoopbackHub):
         self.api = Api(self.store, self.url, part_bytes=PART_BYTES, token=TOKEN)
         self._server.RequestHandlerClass = _Whole
         self.incoming: dict[str, Incoming] = {}
+        self.num_tensors = 0
         self.sources = sources
         self.shards: dict[str, SourceShard] = {}
         files = self.store.create(name).files() | {path: Entry(len(data), data) for path, data in small.items()}
-        known = root.parents[1] / "whole-hashes.json"
-        hashes = json.loads(known.read_text()) if known.exists() else {}
         for path, shard in sources.items():
-            key = f"{next(iter(shard.specs))} {shard.num_bytes}"
-            if key not in hashes:
-                hashes[key] = shard.sha256()
-                known.write_text(json.dumps(hashes))
-            self.shards[hashes[key]] = shard
-            files[path] = Entry(shard.num_bytes, sha256=hashes[key])
+            self.shards[shard.sha256] = shard
+            files[path] = Entry(shard.num_bytes, sha256=shard.sha256)
         self.store.repos[name].commit("main", files)

@@ -6,18 +6,30 @@ under the prefix they should have, so only rule 2 reports a wrong prefix.
 """
 
 import json
+import os
+import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.check.contract.modules import CONVERTED_WHILE_LOADING, Module, read_modules
 from k2convert.check.results import NO_SOURCE, Findings, Offender
-from k2convert.checkpoint.files import list_folder, mapping_or_empty, read_json_file
+from k2convert.checkpoint.files import (
+    MAX_SMALL_FILE_BYTES,
+    check_plain_file,
+    list_folder,
+    mapping_or_empty,
+    parse_json_object,
+    read_json_file,
+    reading,
+)
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
@@ -32,8 +44,8 @@ from k2convert.checkpoint.names import (
     SHARD_SUFFIX,
     WORK_FOLDER,
 )
-from k2convert.errors import CheckpointError, PlanError
-from k2convert.models import detect_family, family_of, parse_tensor_name
+from k2convert.errors import CheckpointError
+from k2convert.models import TensorNames, detect_family, family_of
 from k2convert.models.config import KV_SCALES, find_quantization_config
 from k2convert.models.names import (
     CONVERTIBLE_ROLES,
@@ -56,6 +68,9 @@ if TYPE_CHECKING:
     from k2convert.calibration.layer_files import Calibration
 
 T = TypeVar("T")
+
+_INDEX_ENTRY: Final = re.compile(rb' *"([ !#-[\]-~]+)": "([ !#-[\]-~]+)"(,?)\r?\n')
+"""A line of an index: a name and a shard in plain characters."""
 
 Exponents = NDArray[np.int8]
 """One number for each hidden channel: int8 [K]."""
@@ -259,10 +274,13 @@ def read_result(
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder. Pass the folder of a finished conversion.")
     config, config_problem = read_leniently(folder / CONFIG_NAME, read_json_file)
-    index, index_problem = read_leniently(folder / INDEX_NAME, read_json_file)
-    headers, unreadable = _read_headers(folder, index, read) if known_headers is None else (known_headers, {})
-    if index is not None:
-        index = _with_names_of(headers, index)
+    index_path = folder / INDEX_NAME
+    headers, unreadable = known_headers, dict[str, str]()
+    if headers is None:
+        stated, _ = read_leniently(index_path, lambda path: _read_index(path, {}))
+        headers, unreadable = _read_headers(folder, stated, read)
+        del stated
+    index, index_problem = read_leniently(index_path, lambda path: _read_index(path, headers))
     ledger, ledger_problem = read_leniently(folder / LEDGER_NAME, lambda path: find_ledger(path.parent))
     if config is not None and ledger is None and find_quantization_config(config) is None:
         config = {**config, **_declared_beside(folder)}
@@ -294,20 +312,36 @@ def read_result(
     )
 
 
-def _with_names_of(headers: Mapping[str, ShardHeader], index: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an index whose names are the strings of the headers: K2's own would take 60 MB."""
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict):
-        return dict(index)
-    mapped: dict[Any, object] = {}
-    for name, shard in cast("dict[Any, object]", weight_map).items():
-        header = headers.get(shard) if isinstance(shard, str) else None
-        tensor = None if header is None else header.tensors.get(name)
-        if tensor is None:
-            mapped[name] = shard
-        else:
-            mapped[tensor.name] = tensor.shard
-    return {**index, "weight_map": mapped}
+def _read_index(path: Path, headers: Mapping[str, ShardHeader]) -> dict[str, Any]:
+    """Read the index. Names and shards are the strings of the headers: K2's own would take 60 MB.
+
+    Every library writes an entry a line. Such an index is read by lines, since the text of K3's and what a parser makes
+    of it would take 430 MB.
+    """
+    check_plain_file(path)
+    frame: list[bytes] = []
+    mapped: dict[str, str] = {}
+    begin = 0
+    comma = b","
+    with reading(path, missing="missing."), path.open("rb") as file:
+        is_usual = os.fstat(file.fileno()).st_size <= MAX_SMALL_FILE_BYTES
+        for line in file if is_usual else ():
+            entry = _INDEX_ENTRY.fullmatch(line)
+            if entry is None:
+                frame.append(line)
+                continue
+            begin = begin or len(frame)
+            name, shard = entry[1].decode(), sys.intern(entry[2].decode())
+            header = headers.get(shard)
+            tensor = None if header is None else header.tensors.get(name)
+            is_usual = is_usual and bool(comma) and len(frame) == begin and name not in mapped
+            mapped[name if tensor is None else tensor.name] = shard
+            comma = entry[3]
+    is_usual = is_usual and not comma and frame[begin - 1].strip() == b'"weight_map": {'
+    if not is_usual:
+        return read_json_file(path)
+    document = parse_json_object(b"".join(frame).decode("utf-8", "replace"), where=str(path))
+    return read_json_file(path) if document.get("weight_map") != {} else document | {"weight_map": mapped}
 
 
 def _declared_beside(folder: Path) -> dict[str, object]:
@@ -333,17 +367,17 @@ def _from_headers(
         if (expected := family.expected_name(name)) != name:
             renamed[name] = expected
         tensors.setdefault(renamed.get(name, name), tensor)  # K3's million names would take 116 MB again
-    parsed, unknown = _parse(tensors, family)
-    source_names = _parse(source.tensors, family)[0] if source is not None else {}
+    place_of = cache(family.classify)
+    source_names = TensorNames({} if source is None else source.tensors, place_of)
     int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
-    found_parameters = {parts.parameter for parts in parsed.values()}
-    layouts = [layout for layout in LAYOUTS.values() if layout.global_scale in found_parameters]
-    names = layouts[0] if layouts else next(iter(LAYOUTS.values()))
     parameters: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     places: dict[str, TensorName] = {}
-    for name, parts in parsed.items():
+    for name, parts in TensorNames(tensors, place_of).items():
         parameters[parts.module][parts.parameter] = tensors[name]
         places.setdefault(parts.module, parts)
+    found_parameters = set[str]().union(*parameters.values())
+    layouts = [layout for layout in LAYOUTS.values() if layout.global_scale in found_parameters]
+    names = layouts[0] if layouts else next(iter(LAYOUTS.values()))
     modules = read_modules(parameters, places, names=names, family=family, int4_modules=int4, recipe=recipe)
     if recipe is not None:
         has_input_scale = recipe.activations == "w4a4"
@@ -355,7 +389,7 @@ def _from_headers(
         headers=headers,
         tensors=tensors,
         renamed=renamed,
-        unknown=unknown,
+        unknown=tuple(name for name in tensors if name.rpartition(".")[0] not in parameters),
         modules=modules,
         family=family,
         names=names,
@@ -396,14 +430,3 @@ def _read_headers(
             headers[shard] = header
             del unreadable[shard]
     return headers, unreadable
-
-
-def _parse(tensors: Mapping[str, TensorInfo], family: Family) -> tuple[dict[str, TensorName], tuple[str, ...]]:
-    parsed: dict[str, TensorName] = {}
-    unknown: list[str] = []
-    for name in tensors:
-        try:
-            parsed[name] = parse_tensor_name(name, family=family)
-        except PlanError:
-            unknown.append(name)
-    return parsed, tuple(unknown)

@@ -98,14 +98,13 @@ def scan_shards(
     name and the blake3 of each shard that was read, inside it too.
     """
     found = ScanResult()
-    targets = _targets(result)
     source = result.source
     with (
         ShardReader(lambda shard: result.folder / shard) as reader,
         ShardReader(lambda shard: source.path(shard) if source is not None else result.folder / shard) as source_reader,
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="scan") as ahead,
     ):
-        scan = _Scan(result, targets, reader, source_reader, found, ahead, shard_visitor, tensor_visitor, events)
+        scan = _Scan(result, reader, source_reader, found, ahead, shard_visitor, tensor_visitor, events)
         for shard, header in result.headers.items():
             with around(shard):
                 found.digests[shard] = scan.shard(header)
@@ -121,34 +120,39 @@ def scan_shards(
     return found
 
 
-def _targets(result: Result) -> dict[tuple[str, str], _Target]:
-    targets: dict[tuple[str, str], _Target] = {}
-    problems = {module.name: shape_problems(result, module) for module in (*result.converted, *result.fp8)}
+def _targets(result: Result, header: ShardHeader) -> dict[str, _Target]:
+    """Return what to do with each tensor of a shard, by the name that it has there."""
+    targets: dict[str, _Target] = {}
+    problems: dict[str, dict[str, str]] = {}
     is_foreign = result.is_foreign
-    for name, tensor in result.tensors.items():
+    for tensor in header.tensors.values():
+        name = result.renamed.get(tensor.name, tensor.name)
+        if result.tensors.get(name) is not tensor:  # a second one of this name
+            continue
         module_name, _, parameter = name.rpartition(".")
-        if module_name in problems and result.modules[module_name].has_converted(parameter):
+        module = result.modules.get(module_name)
+        if module is not None and (module.is_converted or module.is_fp8) and module.has_converted(parameter):
+            if module_name not in problems:
+                problems[module_name] = shape_problems(result, module)
             readable = parameter not in problems[module_name]
-            targets[tensor.shard, tensor.name] = _Target(name, parameter, result.modules[module_name], readable, None)
+            targets[tensor.name] = _Target(name, parameter, module, readable, None)
             continue
         before = None
         if result.source is not None:
             before = result.source.tensors.get(name)
         if before is not None and (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
             before = before if is_foreign and result.is_recast(name) else None
-        module = result.modules.get(module_name)
         is_scaled = False
         if module is not None:
             parts = replace(module.parts, parameter=parameter)
             is_scaled = result.scaling.changes_copy(parts, family=result.family)
-        targets[tensor.shard, tensor.name] = _Target(name, parameter, None, True, before, is_scaled)
+        targets[tensor.name] = _Target(name, parameter, None, True, before, is_scaled)
     return targets
 
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
     result: Result
-    targets: dict[tuple[str, str], _Target]
     reader: ShardReader
     source_reader: ShardReader
     found: ScanResult
@@ -156,9 +160,12 @@ class _Scan:
     shard_visitor: ShardBytes | None
     tensor_visitor: TensorBytes | None
     events: Events
+    targets: dict[str, _Target] = field(default_factory=dict[str, _Target])  # of the shard that is scanned
 
     def shard(self, header: ShardHeader) -> str:
         """Scan one shard; return the blake3 of the whole file."""
+        self.targets.clear()
+        self.targets.update(_targets(self.result, header))
         digest = blake3(self._read(header.shard, 0, header.data_begin).data)
         batches = list(self._batches(header))
         reading = None
@@ -188,7 +195,7 @@ class _Scan:
         filled = 0
         position = 0
         for tensor in sorted(header.tensors.values(), key=lambda t: (t.begin, t.end)):
-            target = self.targets.get((tensor.shard, tensor.name))
+            target = self.targets.get(tensor.name)
             stays_whole = target is not None and target.module is not None
             size = max(tensor.num_bytes, 1) if stays_whole else BATCH_BYTES
             for begin in range(0, max(tensor.num_bytes, 1), size):
@@ -210,7 +217,7 @@ class _Scan:
         return data
 
     def _check(self, tensor: TensorInfo, begin: int, data: Bytes) -> None:
-        target = self.targets.get((tensor.shard, tensor.name))
+        target = self.targets.get(tensor.name)
         if target is None:
             return
         if target.module is None:
