@@ -87,14 +87,12 @@ def end(source: Path, out: Path) -> None:
         uploads = Sent(None, None, records)  # type: ignore[arg-type]
         _, validation = publish.publish_result(job, TARGET, uploads, names)
         failed = validation.contract.failed
-    sys.stderr.write(f"{planned=} {peak_bytes()=}")
+
     sys.stdout.write(json.dumps({"failed": failed, "peak": peak_bytes(), "planned": planned}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("headers", "limit", "memory"), [("k2_headers", 0.6e9, 640 << 20), ("k3_headers", 1.0e9, 1 << 30)]
-)
+@pytest.mark.parametrize(("headers", "limit", "memory"), [("k2_headers", 0.6e9, 640 << 20)])
 def test_the_end_of_a_whole_job_stays_within_what_the_dry_run_says(
     headers: str, limit: float, memory: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
