@@ -87,7 +87,6 @@ def end(source: Path, out: Path) -> None:
         uploads = Sent(None, None, records)  # type: ignore[arg-type]
         _, validation = publish.publish_result(job, TARGET, uploads, names)
         failed = validation.contract.failed
-
     sys.stdout.write(json.dumps({"failed": failed, "peak": peak_bytes(), "planned": planned}))
 
 
