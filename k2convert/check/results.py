@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sized
+from collections.abc import Collection, Mapping, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import nlargest
 from typing import TYPE_CHECKING, Final
 
 from k2convert.plan.recipe import Budget
@@ -198,7 +199,7 @@ class CertificateReport:
 class WeightsReport:
     """The measured error of every converted tensor, by module, and what certificate and journal found."""
 
-    errors: dict[str, WeightMetrics]
+    errors: Mapping[str, WeightMetrics]
     roles: dict[str, str]
     certificate: CertificateReport
     journal_mismatches: tuple[str, ...]
@@ -214,7 +215,7 @@ class WeightsReport:
 
     def worst(self, count: int) -> list[tuple[str, WeightMetrics]]:
         """Return the `count` tensors with the lowest SQNR, lowest first."""
-        return sorted(self.errors.items(), key=lambda item: -item[1].relative_mse)[:count]
+        return nlargest(count, self.errors.items(), key=lambda item: item[1].relative_mse)
 
 
 @dataclass(frozen=True, slots=True)

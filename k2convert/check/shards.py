@@ -36,7 +36,7 @@ from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
 from k2convert.quantize.formats.fp8 import Fp8Weight
 from k2convert.quantize.formats.mxfp4 import GROUP_BYTES, SCALE_BIAS, Mxfp4Weight, is_empty
 from k2convert.quantize.metrics.measure import measure_decoded, measure_fp8
-from k2convert.quantize.metrics.weight_metrics import MetricsSum, WeightMetrics
+from k2convert.quantize.metrics.weight_metrics import MetricsSum, PackedMetrics, WeightMetrics
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
 from k2convert.records.ledger import TOTAL, ProjectionRecord, ShardFindings, ShardRecord, doubt_of, summarize
@@ -64,7 +64,7 @@ class ShardsFound:
     """
 
     scan: ScanResult = field(default_factory=ScanResult)
-    measured: dict[str, WeightMetrics] = field(default_factory=dict[str, WeightMetrics])
+    measured: PackedMetrics = field(default_factory=PackedMetrics)
     totals: dict[str, MetricsSum] = field(default_factory=lambda: defaultdict(MetricsSum))
     has_exact_scales: bool = True
     certified: Verdict = field(default_factory=Verdict)
@@ -75,7 +75,7 @@ class ShardsFound:
         """Add the figures of one module, and compare those that the conversion `stated`."""
         for key in (role, TOTAL):
             self.totals[key].add(measured)
-        self.measured[module] = replace(measured, scale_histogram={})
+        self.measured[module] = measured
         if stated is not None:
             self.num_stated += 1
             if not is_same_error(measured, stated):
@@ -317,7 +317,7 @@ def check_finished_shard(
         blake3=record.blake3,
         copied=tuple(sorted(scan.compared)),
         scaled=tuple(sorted(scan.scaled)),
-        decoded=found.measured,
+        decoded=dict(found.measured),
         certified_rows=found.certified.rows,
         certified_whole=found.certified.all_rows,
         invalid_scales=scan.invalid_scales,

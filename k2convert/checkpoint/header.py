@@ -120,10 +120,13 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int, where: str | None =
         raise MalformedFileError(f"{where}: __metadata__ must map strings to strings.")
     data_begin = 8 + length
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one tuple for all tensors of a shape
+    end = data_begin
     for name in entries:  # in place, so that the entries and what is made of them are never both whole in memory
         try:
             tensor = _tensor_info(name, entries[name], shard=shard, base=data_begin)
-            entries[name] = tensor._replace(shape=shapes.setdefault(tensor.shape, tensor.shape))
+            begin = end if end == tensor.begin else tensor.begin  # the same number, not one of its own
+            end = tensor.end
+            entries[name] = tensor._replace(shape=shapes.setdefault(tensor.shape, tensor.shape), begin=begin)
         except MalformedFileError as error:
             raise MalformedFileError(f"{where}: tensor {shortened(name)}: {error}") from None
     tensors = cast(dict[str, TensorInfo], entries)

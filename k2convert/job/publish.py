@@ -77,7 +77,9 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
                     "Run the same command again: the file is fetched again."
                 )
     records = uploads.records.values()
-    validation = validate_sent(folder, headers=output_headers(job.plan), source=source, records=records)
+    validation = validate_sent(
+        folder, headers=output_headers(job.plan, source=source.tensors), source=source, records=records
+    )
     if not validation.passed:
         failed = ", ".join(map(str, validation.contract.failed))
         reason = "decoded weights differ from the records"

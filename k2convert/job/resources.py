@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Final, get_args
 
-from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
+from k2convert.checkpoint.header import ShardHeader, TensorInfo, encode_header, parse_header
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.choices import Device
 from k2convert.errors import (
@@ -310,10 +310,15 @@ class Limits:
         return self.disk_allowed - self.disk_small
 
 
-def output_headers(plan: Plan) -> dict[str, ShardHeader]:
-    """Return the headers of the output shards as they will be written."""
-    encoded = ((job, encoded_header(job)) for job in plan.jobs)
-    return {job.name: parse_header(raw, shard=job.name, file_bytes=len(raw) + job.data_bytes) for job, raw in encoded}
+def output_headers(plan: Plan, *, source: Mapping[str, TensorInfo]) -> dict[str, ShardHeader]:
+    """Return the headers of the output shards as they will be written. Names that `source` has are its strings."""
+    headers: dict[str, ShardHeader] = {}
+    for job in plan.jobs:
+        raw = encoded_header(job)
+        header = parse_header(raw, shard=job.name, file_bytes=len(raw) + job.data_bytes)
+        named = (t._replace(name=source.get(t.name, t).name) for t in header.tensors.values())
+        headers[job.name] = replace(header, tensors={tensor.name: tensor for tensor in named})
+    return headers
 
 
 def output_items(plan: Plan) -> tuple[Item, ...]:

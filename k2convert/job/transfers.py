@@ -86,14 +86,15 @@ class Uploads:
 
     def restore(self, job: JobDescription) -> None:
         """Take over what the journal and the branch know of a job."""
-        here, _ = self.journal.find_records(job.digest)
-        wanted = {_path_on_branch(shard) for shard in job.shards if shard not in here}
+        self.records.update(self.journal.find_records(job.digest)[0])
+        wanted = {_path_on_branch(shard) for shard in job.shards if shard not in self.records}
         for path, data in self.branch.read_records(wanted=wanted.__contains__).items():
             with suppress(ValueError):  # CheckpointError is one: a damaged record is none
                 record = unseal(ShardRecord, data.decode(), where=path)
                 if _path_on_branch(record.shard) == path:
                     self.journal.log.declare(record.shard, record)
-        self.records.update(self.journal.find_records(job.digest)[0])
+                    if record.fingerprint == job.digest:
+                        self.records[record.shard] = record
 
     def is_checked(self, name: str) -> bool:
         """Return whether a shard was converted and compared with the source. A local run does not compare."""

@@ -152,7 +152,7 @@ def parse_tensor_name(name: str, *, family: Family) -> TensorName:
     return _named(module, parameter, place)
 
 
-def _named(module: str, parameter: str, place: ModulePlace) -> TensorName:
+def _named(module: str, parameter: str, place: ModulePlace | TensorName) -> TensorName:
     # Interned: the tensors of a module have one string for its name.
     return TensorName(
         sys.intern(module), sys.intern(parameter), place.role, place.layer, place.expert, place.projection
@@ -163,11 +163,11 @@ def _named(module: str, parameter: str, place: ModulePlace) -> TensorName:
 class TensorNames(Mapping[str, TensorName]):
     """Those of the `names` that a family has, taken apart when they are asked for: K3's million would take 150 MB.
 
-    `place_of` is the family's `classify`, better cached: a module has several tensors.
+    `place_of` is the family's `classify`, or what knows its answers.
     """
 
     names: Mapping[str, object]
-    place_of: Callable[[str], ModulePlace | None]
+    place_of: Callable[[str], ModulePlace | TensorName | None]
 
     def __getitem__(self, name: str) -> TensorName:
         module, _, parameter = name.rpartition(".")

@@ -158,7 +158,7 @@ class Sent:
     def validate(self, *changed: ShardRecord) -> ValidationReport:
         """Validate with some records replaced."""
         found = {record.shard: record for record in (*self.records, *changed)}
-        headers = output_headers(self.job.plan)
+        headers = output_headers(self.job.plan, source={})
         source = self.job.source.checkpoint
         return validate_sent(self.left, headers=headers, source=source, records=list(found.values()))
 

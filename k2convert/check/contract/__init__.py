@@ -131,7 +131,7 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
     warning: most kernels use the layer's maximum for all.
     """
     found = Findings(6)
-    shared: dict[tuple[str, str], dict[str, bytes]] = defaultdict(dict)
+    shared: dict[tuple[str, str], dict[str, bytes]] = {}
     by_layer: dict[str, dict[bytes, str]] = defaultdict(dict)
     for name, data in scan.scalars.items():
         raw = bytes.fromhex(data)
@@ -148,7 +148,8 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
             found.error(name, f"{value!r}, but the recipe's input scale is {struct.unpack('<f', wanted)[0]!r}")
         if wanted is not None:
             continue  # a scale that is the recipe's is shared
-        shared[module.parts.sharing_key, parameter][name] = raw
+        if module.parts.sharing_key != module_name and module.parts.projection != "down":
+            shared.setdefault((module.parts.sharing_key, parameter), {})[name] = raw
         if parameter == result.names.input_scale and module.parts.role is Role.EXPERTS:
             kind = "gate and up"
             if module.parts.projection == "down":

@@ -345,30 +345,35 @@ def _check_index(result: Result, found: Findings) -> None:
         found.error(INDEX_NAME, result.index_problem)
         return
     weight_map: Any = result.index.get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, Mapping):
         found.error(INDEX_NAME, "has no weight_map")
         return
-    mapped = cast(dict[str, object], weight_map)
-    shard_of = {name: shard for shard, header in result.headers.items() for name in header.tensors}
+    mapped = cast(Mapping[str, object], weight_map)
     for name, shard in mapped.items():
         if not isinstance(shard, str):
             found.error(shortened(name), f"the index says {quoted(shard)}, which is not a file name")
-        elif shard not in result.unreadable and shard_of.get(name) != shard:
-            where = "is in no shard"
-            if name in shard_of:
-                where = f"is in {shard_of[name]}"
+        elif shard not in result.unreadable and not _holds(result, shard, name):
+            place = next((other for other in result.headers if _holds(result, other, name)), None)
+            where = "is in no shard" if place is None else f"is in {place}"
             found.error(shortened(name), f"the index says {shortened(shard)}, but it {where}")
-    for name, shard in shard_of.items():
-        if name not in mapped:
-            found.error(name, f"in {shortened(shard)}, but not in the index")
+    for shard, header in result.headers.items():
+        for name in header.tensors:
+            if name not in mapped:
+                found.error(name, f"in {shortened(shard)}, but not in the index")
     total: Any = mapping_or_empty(result.index.get("metadata")).get("total_size")
     actual = sum(t.num_bytes for header in result.headers.values() for t in header.tensors.values())
     if not result.unreadable and (total != actual or isinstance(total, float)):
         problem = f"{quoted(total)}, but the tensors have {actual} bytes"
         result.habit(found)(f"{INDEX_NAME}: metadata.total_size", problem)
     num_found = sum(len(header.tensors) for header in result.headers.values())
-    if num_found != len(shard_of):
-        found.error(INDEX_NAME, f"{num_found - len(shard_of)} tensors appear in two shards")
+    if num_found != len(result.tensors):
+        num_names = len({name for header in result.headers.values() for name in header.tensors})
+        if num_found != num_names:
+            found.error(INDEX_NAME, f"{num_found - num_names} tensors appear in two shards")
+
+
+def _holds(result: Result, shard: str, name: str) -> bool:
+    return shard in result.headers and name in result.headers[shard].tensors
 
 
 def check_sidecars(result: Result) -> Findings:

@@ -68,12 +68,13 @@ def check_names(result: Result) -> Findings:
             check_fp8_names(result, module, found)
     experts = {(m.parts.layer, m.parts.expert) for m in result.modules.values() if m.parts.role is Role.EXPERTS}
     stems = {m.name.rsplit(".", 1)[0] for m in result.modules.values() if m.parts.role is Role.EXPERTS}
-    missing = {f"{stem}.{name}" for stem in stems for name in result.family.projections.values()}
+    projections = result.family.projections.values()
+    missing = {name for stem in stems for end in projections if (name := f"{stem}.{end}") not in result.modules}
     for parts in result.source_names.values():
         is_lost_expert = parts.role is Role.EXPERTS and (parts.layer, parts.expert) not in experts  # rule 9 reports it
-        if parts.module in result.int4_modules and not is_lost_expert:
+        if parts.module in result.int4_modules and parts.module not in result.modules and not is_lost_expert:
             missing.add(parts.module)
-    for name in sorted(missing - result.modules.keys()):
+    for name in sorted(missing):
         found.error(name, "missing")
     for name in result.unknown:
         if result.source is None or name not in result.source.tensors:
