@@ -38,6 +38,18 @@ def written(name: str, text: str) -> Fault:
     return lambda c: (c.folder / name).write_text(text)
 
 
+def relined(apply: Callable[[list[str], int], object]) -> Fault:
+    """Change the lines of the index, of which that of this number is an entry with others around it."""
+
+    def change(converted: Converted) -> None:
+        path = converted.folder / INDEX_NAME
+        lines = path.read_text().splitlines(keepends=True)
+        apply(lines, next(i for i, line in enumerate(lines) if '"weight_map"' in line) + 2)
+        path.write_text("".join(lines))
+
+    return change
+
+
 def gone(name: str) -> Fault:
     return lambda c: (c.folder / name).unlink()
 
@@ -62,6 +74,12 @@ FAULTS: list[tuple[int, str, Fault]] = [
     (16, "norm.weight", index(lambda w, c: w.update({f"{c.layers}.2.input_layernorm.weight": shard_of(c, 0).name}))),
     (16, INDEX_NAME, gone(INDEX_NAME)),
     *((16, INDEX_NAME, written(INDEX_NAME, text)) for text in ("", "[]", '{"metadata": {}}')),
+    (16, INDEX_NAME, relined(lambda lines, at: lines.insert(at, lines[at]))),
+    (16, INDEX_NAME, relined(lambda lines, at: lines.insert(at, lines[at].replace(",", "")))),
+    (16, INDEX_NAME, relined(lambda lines, _: lines.insert(-2, lines.pop(-3).replace("\n", ",\n")))),
+    (16, INDEX_NAME, relined(lambda lines, at: lines.insert(at, '  }, "other": {\n'))),
+    (16, INDEX_NAME, relined(lambda lines, _: lines.pop())),
+    (16, ".weight", relined(lambda lines, at: lines.insert(2, lines.pop(at)))),
     *((16, name, stray(name)) for name in STRAYS),
     (17, "tokenizer.json", longer("tokenizer.json")),
     (17, "tokenizer_config.json", gone("tokenizer_config.json")),
@@ -81,6 +99,23 @@ FAULTS: list[tuple[int, str, Fault]] = [
 def test_a_fault_is_found_by_its_rule_alone(breakable: Converted, rule: int, name: str, fault: Fault) -> None:
     fault(breakable)
     assert name in only(breakable.check(), rule).offenders[0].name
+
+
+@pytest.mark.parametrize("form", ["one line", "no spaces", "CRLF", "weight_map first", "backwards", "escapes"])
+def test_an_index_may_have_any_form_of_json(breakable: Converted, form: str) -> None:
+    path = breakable.folder / INDEX_NAME
+    document = json.loads(path.read_text())
+    entries = document["weight_map"]
+    texts = {
+        "one line": json.dumps(document),
+        "no spaces": json.dumps(document, indent=0, separators=(",", ":")),
+        "CRLF": path.read_text().replace("\n", "\r\n"),
+        "weight_map first": json.dumps({"weight_map": entries, "metadata": document["metadata"]}, indent=2),
+        "backwards": json.dumps(document | {"weight_map": dict(reversed(entries.items()))}, indent=2),
+        "escapes": path.read_text().replace("layers", "l\\u0061yers", 1),
+    }
+    path.write_bytes(texts[form].encode())
+    assert breakable.check().passed
 
 
 def test_journal_hidden_folders_card_and_report_are_no_part_of_the_package(breakable: Converted) -> None:
