@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from k2convert.hub.preflight import Target
     from k2convert.hub.source_card import SourceCard
 
-TENSOR_BYTES: Final = 920  # of memory, for a tensor of a result that is checked; K2 has 277,335
+TENSOR_BYTES: Final = 500  # of memory, for a tensor of a result that is checked; K2 has 277,335
 _MOST_CHANGES: Final = 12  # of a source, in one line
 
 

@@ -91,7 +91,9 @@ def end(source: Path, out: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("headers", "limit", "memory"), [("k2_headers", 0.6e9, 640 << 20)])
+@pytest.mark.parametrize(
+    ("headers", "limit", "memory"), [("k2_headers", 0.6e9, 640 << 20), ("k3_headers", 1.0e9, 1 << 30)]
+)
 def test_the_end_of_a_whole_job_stays_within_what_the_dry_run_says(
     headers: str, limit: float, memory: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

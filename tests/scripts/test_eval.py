@@ -124,6 +124,10 @@ def test_rows_of_the_tiny_checkpoint_lose_less_the_more_a_rule_knows(tmp_path: P
     assert share["max", W4A16] > 1.3
     more = {row: share.pop(row) for row in list(share) if row[0].endswith(MLP)}  # they convert more weights
     assert more[f"gptq, {MLP}", W4A16] < 0.8 * more[f"mse, {MLP}", W4A16]
+    fp8 = {row: share.pop(row) for row in list(share) if ", FP8 " in row[0]}
+    assert fp8
+    for (name, mode), of_mse in fp8.items():  # more is rounded
+        assert 0.95 < of_mse / share[name.partition(",")[0], mode] < 1.8, name
     for row, of_mse in share.items():
         assert of_mse < 1.06 or row[0] == "max", row
 

@@ -131,7 +131,7 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
     warning: most kernels use the layer's maximum for all.
     """
     found = Findings(6)
-    shared: dict[tuple[str, str], dict[str, bytes]] = {}
+    partners: dict[tuple[str, str], tuple[str, bytes]] = {}  # what waits for the other of gate and up
     by_layer: dict[str, dict[bytes, str]] = defaultdict(dict)
     for name, data in scan.scalars.items():
         raw = bytes.fromhex(data)
@@ -148,17 +148,17 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
             found.error(name, f"{value!r}, but the recipe's input scale is {struct.unpack('<f', wanted)[0]!r}")
         if wanted is not None:
             continue  # a scale that is the recipe's is shared
-        if module.parts.sharing_key != module_name and module.parts.projection != "down":
-            shared.setdefault((module.parts.sharing_key, parameter), {})[name] = raw
+        key = (module.parts.sharing_key, parameter)
+        if (partner := partners.pop(key, None)) is None:
+            if module.parts.projection in ("gate", "up"):
+                partners[key] = name, raw
+        elif partner[1] != raw:
+            found.error(partner[0], f"gate and up differ: {struct.unpack('<f', partner[1])[0]!r} and {value!r}")
         if parameter == result.names.input_scale and module.parts.role is Role.EXPERTS:
             kind = "gate and up"
             if module.parts.projection == "down":
                 kind = "down"
             by_layer[f"layer {module.parts.layer} {kind}"].setdefault(raw, name)
-    for members in shared.values():
-        if len(set(members.values())) > 1:
-            stated = " and ".join(f"{struct.unpack('<f', raw)[0]!r}" for raw in members.values())
-            found.error(next(iter(members)), f"gate and up differ: {stated}")
     for name, row in scan.shared_rows.items():
         partner = str(result.family.fp8_partner(name))
         if name < partner and (not row or scan.shared_rows.get(partner) != row):

@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 from k2convert import __version__
 from k2convert.check.contract.groups import QUARK, check_groups
+from k2convert.check.contract.index import ShardsByName
 from k2convert.check.contract.result import Result, read_leniently
 from k2convert.check.results import Findings
 from k2convert.checkpoint.files import (
@@ -348,7 +349,21 @@ def _check_index(result: Result, found: Findings) -> None:
     if not isinstance(weight_map, Mapping):
         found.error(INDEX_NAME, "has no weight_map")
         return
-    mapped = cast(Mapping[str, object], weight_map)
+    if not isinstance(weight_map, ShardsByName):  # which is right
+        _check_weight_map(result, cast(Mapping[str, object], weight_map), found)
+    total: Any = mapping_or_empty(result.index.get("metadata")).get("total_size")
+    actual = sum(t.num_bytes for header in result.headers.values() for t in header.tensors.values())
+    if not result.unreadable and (total != actual or isinstance(total, float)):
+        problem = f"{quoted(total)}, but the tensors have {actual} bytes"
+        result.habit(found)(f"{INDEX_NAME}: metadata.total_size", problem)
+    num_found = sum(len(header.tensors) for header in result.headers.values())
+    if num_found != len(result.tensors):
+        num_names = len({name for header in result.headers.values() for name in header.tensors})
+        if num_found != num_names:
+            found.error(INDEX_NAME, f"{num_found - num_names} tensors appear in two shards")
+
+
+def _check_weight_map(result: Result, mapped: Mapping[str, object], found: Findings) -> None:
     for name, shard in mapped.items():
         if not isinstance(shard, str):
             found.error(shortened(name), f"the index says {quoted(shard)}, which is not a file name")
@@ -360,16 +375,6 @@ def _check_index(result: Result, found: Findings) -> None:
         for name in header.tensors:
             if name not in mapped:
                 found.error(name, f"in {shortened(shard)}, but not in the index")
-    total: Any = mapping_or_empty(result.index.get("metadata")).get("total_size")
-    actual = sum(t.num_bytes for header in result.headers.values() for t in header.tensors.values())
-    if not result.unreadable and (total != actual or isinstance(total, float)):
-        problem = f"{quoted(total)}, but the tensors have {actual} bytes"
-        result.habit(found)(f"{INDEX_NAME}: metadata.total_size", problem)
-    num_found = sum(len(header.tensors) for header in result.headers.values())
-    if num_found != len(result.tensors):
-        num_names = len({name for header in result.headers.values() for name in header.tensors})
-        if num_found != num_names:
-            found.error(INDEX_NAME, f"{num_found - num_names} tensors appear in two shards")
 
 
 def _holds(result: Result, shard: str, name: str) -> bool:

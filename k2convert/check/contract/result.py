@@ -6,11 +6,8 @@ under the prefix they should have, so only rule 2 reports a wrong prefix.
 """
 
 import json
-import os
-import re
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -18,16 +15,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from k2convert.check.contract.index import read_index
 from k2convert.check.contract.modules import CONVERTED_WHILE_LOADING, Module, read_modules
 from k2convert.check.results import NO_SOURCE, Findings, Offender
 from k2convert.checkpoint.files import (
-    MAX_SMALL_FILE_BYTES,
-    check_plain_file,
     list_folder,
     mapping_or_empty,
-    parse_json_object,
     read_json_file,
-    reading,
 )
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
@@ -67,9 +61,6 @@ if TYPE_CHECKING:
     from k2convert.calibration.layer_files import Calibration
 
 T = TypeVar("T")
-
-_INDEX_ENTRY: Final = re.compile(rb' *"([ !#-[\]-~]+)": "([ !#-[\]-~]+)"(,?)\r?\n')
-"""A line of an index: a name and a shard in plain characters."""
 
 Exponents = NDArray[np.int8]
 """One number for each hidden channel: int8 [K]."""
@@ -276,10 +267,10 @@ def read_result(
     index_path = folder / INDEX_NAME
     headers, unreadable = known_headers, dict[str, str]()
     if headers is None:
-        stated, _ = read_leniently(index_path, lambda path: _read_index(path, {}))
+        stated, _ = read_leniently(index_path, lambda path: read_index(path, {}))
         headers, unreadable = _read_headers(folder, stated, read)
         del stated
-    index, index_problem = read_leniently(index_path, lambda path: _read_index(path, headers))
+    index, index_problem = read_leniently(index_path, lambda path: read_index(path, headers))
     ledger, ledger_problem = read_leniently(folder / LEDGER_NAME, lambda path: find_ledger(path.parent))
     if config is not None and ledger is None and find_quantization_config(config) is None:
         config = {**config, **_declared_beside(folder)}
@@ -309,63 +300,6 @@ def read_result(
         job=job,
         source_config=source_config,
     )
-
-
-def _read_index(path: Path, headers: Mapping[str, ShardHeader]) -> dict[str, Any]:
-    """Read the index. Names and shards are the strings of the headers: K2's own would take 60 MB.
-
-    Every library writes an entry a line. Such an index is read by lines, since the text of K3's and what a parser makes
-    of it would take 430 MB.
-    """
-    check_plain_file(path)
-    frame: list[bytes] = []
-    mapped: dict[str, str] = {}
-    begin = 0
-    comma = b","
-    with reading(path, missing="missing."), path.open("rb") as file:
-        is_usual = os.fstat(file.fileno()).st_size <= MAX_SMALL_FILE_BYTES
-        for line in file if is_usual else ():
-            entry = _INDEX_ENTRY.fullmatch(line)
-            if entry is None:
-                frame.append(line)
-                continue
-            begin = begin or len(frame)
-            name, shard = entry[1].decode(), sys.intern(entry[2].decode())
-            header = headers.get(shard)
-            tensor = None if header is None else header.tensors.get(name)
-            is_usual = is_usual and bool(comma) and len(frame) == begin and name not in mapped
-            mapped[name if tensor is None else tensor.name] = shard
-            comma = entry[3]
-    is_usual = is_usual and not comma and frame[begin - 1].strip() == b'"weight_map": {'
-    if not is_usual:
-        return read_json_file(path)
-    document = parse_json_object(b"".join(frame).decode("utf-8", "replace"), where=str(path))
-    if document.get("weight_map") != {}:
-        return read_json_file(path)
-    held = ShardsByName(headers)
-    is_right = len(mapped) == len(held) and all(
-        shard in headers and name in headers[shard].tensors for name, shard in mapped.items()
-    )
-    return document | {"weight_map": held if is_right else mapped}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardsByName(Mapping[str, str]):
-    """The shard of each tensor, as an index states it: a dict of its own would take 40 MB for K3."""
-
-    headers: Mapping[str, ShardHeader]
-
-    def __getitem__(self, name: str) -> str:
-        for shard, header in self.headers.items():
-            if name in header.tensors:
-                return shard
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for header in self.headers.values() for name in header.tensors)
-
-    def __len__(self) -> int:
-        return sum(len(header.tensors) for header in self.headers.values())
 
 
 def _declared_beside(folder: Path) -> dict[str, object]:
