@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import read_architecture
 from k2convert.prune import read_list
 from scripts.fixture_maker.damage import edit_config, edit_json
+from scripts.fixture_maker.k3 import TINY_SHAPE, make_k3_edges, make_k3_tiny
 from scripts.fixture_maker.layouts import reap_survivors
 
 EIGHT = list(range(8))
@@ -38,6 +40,8 @@ FORMS = {
 }
 DIGESTS = json.loads((ROOT / "tests" / "data" / "pruned-digests.json").read_text())
 """Of shards, index and configs that version 0.3 made, which dropped experts while it converted."""
+K3_OF_0_3 = {"k3_tiny": make_k3_tiny, "k3_edges": make_k3_edges}
+"""Then they had 64 tokens."""
 LEDGER_OF_0_3 = ROOT / "tests" / "data" / "pruned-by-0.3.json"
 """The ledger of ("tiny", "survivors", "modelopt w4a4")."""
 
@@ -72,7 +76,12 @@ def prune(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         out = folder / f"{source}-{experts}"
         if not out.exists():
             keep = write_list(folder / f"{experts}.json", LISTS[experts])
-            assert run("prune", request.getfixturevalue(source), out, "--keep", keep, "--quiet") == 0
+            whole = folder / source
+            if source not in K3_OF_0_3:
+                whole = request.getfixturevalue(source)
+            elif not whole.exists():
+                K3_OF_0_3[source](whole, replace(TINY_SHAPE, vocabulary=64))
+            assert run("prune", whole, out, "--keep", keep, "--quiet") == 0
         return out
 
     return pruned

@@ -260,25 +260,25 @@ def make_k3_shaped(out: Path) -> Path:
     )
 
 
-def make_k3_tiny(out: Path) -> Path:
+def make_k3_tiny(out: Path, shape: K3Shape = TINY_SHAPE) -> Path:
     """Write a small Kimi-K3: four layers, four experts per MoE layer, 36 MXFP4 projections, all in the window."""
-    write_small(tiny_checkpoint(Path(__file__).parent / "none"), out)
+    write_small(tiny_checkpoint(Path(__file__).parent / "none", shape), out)
     write_sidecars(out, SIDECARS)
     return out
 
 
-def make_k3_edges(out: Path) -> Path:
+def make_k3_edges(out: Path, shape: K3Shape = TINY_SHAPE) -> Path:
     """Plant edges into the small Kimi-K3.
 
     Layer 1: w3 of every expert is in another shard; scales of experts 0 to 3 spread over 14, 15, 17 and 18 octaves.
     Layer 2: scales of expert 0 spread over 30; expert 1 has empty groups with the bytes 0 and 254; expert 2 only -0;
     expert 3 the bytes 0 to 3. Layer 3: scales are stored as F8_E8M0, and the largest is 2^125 in expert 0.
     """
-    checkpoint = tiny_checkpoint(Path(__file__).parent / "none")
+    checkpoint = tiny_checkpoint(Path(__file__).parent / "none", shape)
     moe = f"{_PREFIX}.layers.{{}}.block_sparse_moe.experts.{{}}.{{}}"
     *_, last = checkpoint.shards
     tensors = checkpoint.tensors()
-    for kind in TINY_SHAPE.projections():
+    for kind in shape.projections():
         for expert in range(4):
             spread = {0: 14, 1: 15, 2: 17, 3: 18}[expert]
             scale = tensors[f"{moe.format(1, expert, kind)}.weight_scale"]
