@@ -110,6 +110,8 @@ k2_shaped = made_by(partial(fixtures.make_k2_shaped, shape=fixtures.SMALL_SHAPE)
 """A K2-shaped checkpoint, much reduced: one dense and one MoE layer, two experts of 256 x 512."""
 k2_headers = made_by(fixtures.make_k2_thinking_headers)
 """The whole of Kimi-K2-Thinking as sparse files: 594 GB apparent, 47 MB on disk, made in 4 seconds."""
+k25_headers = made_by(fixtures.make_k25_headers)
+"""The whole of Kimi-K2.5 in the same form."""
 SHAPE_OF_NUMBERS = fixtures.K2Shape(hidden=4 * 7168, moe_intermediate=4 * 2048, experts=24)
 k2_numbers = made_by(partial(fixtures.make_k2_thinking_headers, shape=SHAPE_OF_NUMBERS))
 """As many layers and expert weights as K2 in a sixteenth of its experts, for numbers as long as K2's."""

@@ -32,7 +32,7 @@ def evaluate(
         list[str],
         argument(
             "CHECKPOINT...",
-            f"INT4, MXFP4, NVFP4 or BF16 checkpoints of the same model: folders, or {ADDRESS}.",
+            f"INT4, MXFP4, NVFP4 or BF16 checkpoints of the same model, with FP8 layers or not: folders, or {ADDRESS}.",
             check_source,
         ),
     ],

@@ -95,7 +95,7 @@ def check_calibrated(checkpoint: Checkpoint) -> None:
     if family.not_calibrated:
         raise PlanError(
             f"{checkpoint.folder}: {family.title} is not calibrated on a text: {family.not_calibrated}. Convert it "
-            "without --calibrate; `evaluate` measures what 4-bit activations cost."
+            "without --calibrate and --rule; `evaluate` measures what 4-bit activations cost."
         )
 
 

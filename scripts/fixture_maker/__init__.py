@@ -8,7 +8,7 @@ written by safetensors, or by a writer whose files the tests load with safetenso
 # ruff: noqa: F401 (callers take these names from here)
 
 from scripts.fixture_maker.edges import make_minus8, make_subnormal, make_wide, make_zeros
-from scripts.fixture_maker.headers import make_k2_thinking_headers
+from scripts.fixture_maker.headers import make_k2_thinking_headers, make_k25_headers
 from scripts.fixture_maker.inventory import SMALL_SHAPE, K2Shape
 from scripts.fixture_maker.k3 import make_k3_edges, make_k3_headers, make_k3_shaped, make_k3_tiny
 from scripts.fixture_maker.layouts import (

@@ -1,11 +1,12 @@
 """`k2convert fit` on Kimi K3, and how its results are served."""
 
 import shutil
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import assert_refused, run, run_here
+from command import ROOT, assert_refused, run, run_here
 from test_fit_command import answer
 
 from k2convert.checkpoint.files import read_json_file
@@ -30,6 +31,17 @@ def test_known_gpus_that_hold_it_are_found(k3_headers: Path) -> None:
     assert found["state_bytes_per_request"] == 449_372_160
     holders = {(fit["gpu"], fit["count"]) for fit in found["fits"]}
     assert holders >= {("b300", 8), ("gb300", 8), ("b200", 16)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "headers"), [("Kimi-K2.5", "k25_headers"), ("Kimi-K3", "k3_headers")])
+def test_the_guide_shows_what_it_prints(model: str, headers: str, request: pytest.FixtureRequest) -> None:
+    guide = (ROOT / "k2convert" / "guide" / "fit.md").read_text()
+    shown = guide.partition(f"$ k2convert fit {model}\n")[2].partition("    ...\n")[0]
+    folder = request.getfixturevalue(headers)
+    printed = run_here("fit", folder, code=0, COLUMNS="200").stdout
+    assert shown.count("\n") > 8
+    assert printed.removeprefix(str(folder)).startswith(textwrap.dedent(shown).removeprefix(model))
 
 
 def test_why_an_engine_has_no_command_stands_under_its_name(k3_tiny: Path) -> None:

@@ -237,7 +237,7 @@ def test_a_calibration_is_refused(command: tuple[str, ...], k3_tiny: Path, conve
     places |= {"TEXT": tmp_path / "text.jsonl"}
     line = said(run_here(*(places.get(word, word) for word in command), code=1).stderr)
     assert re.fullmatch(
-        r"error: \S+: Kimi K3 is not calibrated on a text: .*\. Convert it without --calibrate; .*\n", line
+        r"error: \S+: Kimi K3 is not calibrated on a text: .*\. Convert it without --calibrate and --rule; .*\n", line
     )
     assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
 

@@ -113,7 +113,7 @@ def check_block_scales(result: Result, scan: ScanResult) -> list[Findings]:
         module, _, parameter = name.rpartition(".")
         what = "block scales are NaN or negative"
         if module in result.modules and result.modules[module].is_fp8:
-            what = "scales are not positive numbers, or not the powers of two of blocks"
+            what = "scales are not positive numbers, far too large, or not the powers of two of blocks"
             if parameter == WEIGHT:
                 what = "codes are NaN, or rows or blocks use less than half of their range"
         wrong.error(name, f"{count:,} {what}", count=count)

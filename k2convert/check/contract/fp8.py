@@ -24,6 +24,7 @@ from k2convert.models.names import WEIGHT, WEIGHT_SCALE
 
 _LARGEST_FINITE: Final = 0x7E
 _LEAST_LARGEST: Final = 0x76  # 224: the largest weight under a scale of ours is more than that times it
+_LARGEST_SCALE: Final = 65504 / 448  # of a weight that F16 can hold; a reciprocal scale is larger
 _SPLIT: Final = {"q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
 """The dimension by which tensor parallelism cuts linear layers of attention that engines do not pad."""
 
@@ -70,8 +71,8 @@ def fp8_problems(result: Result, module: Module, size: tuple[int, int] | None) -
 
 
 def count_unusable(result: Result, module: Module, tensor: TensorInfo, data: Bytes) -> int:
-    """Return how many codes are NaN, or scales no positive numbers. In a result of ours: or scales of blocks are no
-    powers of two, or rows or blocks use less than half of their range.
+    """Return how many codes are NaN, or scales no positive numbers. In a result of ours: or scales are those of weights
+    beyond 65,504, or of blocks and no powers of two, or rows or blocks use less than half of their range.
     """
     parameter = tensor.name.rpartition(".")[2]
     is_shared = has_partner(result, module)
@@ -79,6 +80,8 @@ def count_unusable(result: Result, module: Module, tensor: TensorInfo, data: Byt
     if parameter == WEIGHT_SCALE:
         scales = fp8_scales(data, tensor, rows)
         is_wrong = ~(np.isfinite(scales) & (scales > 0))
+        if not module.other_form:
+            is_wrong |= scales > _LARGEST_SCALE
         if not module.other_form and module.fp8 == "blocks":
             is_wrong |= np.frexp(scales)[0] != 0.5
             is_wrong |= is_shared & (scales != scales[:1])

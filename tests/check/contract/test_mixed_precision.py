@@ -119,7 +119,7 @@ def test_a_wrong_number_is_found(fault: str, layer: str, mixed: Converted) -> No
     assert report.weights is not None
     assert module in report.weights.certificate.mismatches
     alone = validate_checkpoint(folder=mixed.folder, source=None).contract
-    is_seen = fault in ("negative scale", "infinite scale", "code of NaN", "half of the range")
+    is_seen = fault in ("reciprocal", "negative scale", "infinite scale", "code of NaN", "half of the range")
     assert verdicts(alone) == ({4: Verdict.FAIL} if is_seen else {})
 
 
