@@ -108,7 +108,7 @@ WRONG: dict[str, dict[str, Any]] = {
     },
     "fit": {
         "checkpoint": ("a\0", 5, None, "", "missing"),
-        "gpu": ("h20", "mi300", ""),
+        "gpu": ("h21", "mi300", ""),
         "context": (0, 1.5, "8k"),
         "requests": (0, True),
     },

@@ -39,7 +39,7 @@ def test_from_inspect_to_serving(follow: Callable[..., list[str]], k2_shaped: Pa
     (tmp_path / name).symlink_to(k2_shaped)
     quoted = shlex.quote(name)
     options = "--enable-auto-tool-choice --tool-call-parser kimi_k2 --reasoning-parser kimi_k2"
-    serve = f"vllm serve DEST --tensor-parallel-size 4 --trust-remote-code {options}"
+    serve = f"vllm serve DEST --tensor-parallel-size 2 --trust-remote-code {options}"
     assert follow("inspect", name) == [
         f"k2convert run {quoted} DEST --dry-run",
         f"k2convert run {quoted} DEST",

@@ -11,8 +11,7 @@ from typing import Any, Final, cast
 
 from k2convert import __version__
 from k2convert.check.contract.groups import QUARK, check_groups
-from k2convert.check.contract.index import ShardsByName
-from k2convert.check.contract.result import Result, read_leniently
+from k2convert.check.contract.result import Result, ShardsByName, read_leniently
 from k2convert.check.results import Findings
 from k2convert.checkpoint.files import (
     ABSENT,

@@ -6,8 +6,11 @@ under the prefix they should have, so only rule 2 reports a wrong prefix.
 """
 
 import json
+import os
+import re
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -15,14 +18,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.check.contract.index import read_index
 from k2convert.check.contract.modules import CONVERTED_WHILE_LOADING, Module, read_modules
 from k2convert.check.results import NO_SOURCE, Findings, Offender
 from k2convert.checkpoint.files import (
+    MAX_SMALL_FILE_BYTES,
+    check_plain_file,
     list_folder,
     mapping_or_empty,
+    parse_json_object,
     read_json_file,
-)
+    reading,
+)  # fmt: skip
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
@@ -61,6 +67,7 @@ if TYPE_CHECKING:
     from k2convert.calibration.layer_files import Calibration
 
 T = TypeVar("T")
+_INDEX_ENTRY: Final = re.compile(rb' *"([ !#-[\]-~]+)": "([ !#-[\]-~]+)"(,?)\r?\n')
 
 Exponents = NDArray[np.int8]
 """One number for each hidden channel: int8 [K]."""
@@ -267,10 +274,10 @@ def read_result(
     index_path = folder / INDEX_NAME
     headers, unreadable = known_headers, dict[str, str]()
     if headers is None:
-        stated, _ = read_leniently(index_path, lambda path: read_index(path, {}))
+        stated, _ = read_leniently(index_path, lambda path: _read_index(path, {}))
         headers, unreadable = _read_headers(folder, stated, read)
         del stated
-    index, index_problem = read_leniently(index_path, lambda path: read_index(path, headers))
+    index, index_problem = read_leniently(index_path, lambda path: _read_index(path, headers))
     ledger, ledger_problem = read_leniently(folder / LEDGER_NAME, lambda path: find_ledger(path.parent))
     if config is not None and ledger is None and find_quantization_config(config) is None:
         config = {**config, **_declared_beside(folder)}
@@ -300,6 +307,56 @@ def read_result(
         job=job,
         source_config=source_config,
     )
+
+
+def _read_index(path: Path, headers: Mapping[str, ShardHeader]) -> dict[str, Any]:
+    """Read the index, by lines if each is an entry, as libraries write it: a parser would need 430 MB for K3's.
+
+    Names and shards are the strings of the headers.
+    """
+    check_plain_file(path)
+    frame: list[bytes] = []
+    mapped: dict[str, str] = {}
+    begin, comma, is_right = 0, b",", True
+    with reading(path, missing="missing."), path.open("rb") as file:
+        is_usual = os.fstat(file.fileno()).st_size <= MAX_SMALL_FILE_BYTES
+        for line in file if is_usual else ():
+            entry = _INDEX_ENTRY.fullmatch(line)
+            if entry is None:
+                frame.append(line)
+                continue
+            begin = begin or len(frame)
+            name, shard = entry[1].decode(), sys.intern(entry[2].decode())
+            tensor = headers[shard].tensors.get(name) if shard in headers else None
+            is_usual = is_usual and bool(comma) and len(frame) == begin and name not in mapped
+            is_right = is_right and tensor is not None
+            mapped[name if tensor is None else tensor.name] = shard
+            comma = entry[3]
+    is_usual = is_usual and not comma and frame[begin - 1].strip() == b'"weight_map": {'
+    document = parse_json_object(b"".join(frame).decode("utf-8", "replace"), where=str(path)) if is_usual else {}
+    if document.get("weight_map") != {}:
+        return read_json_file(path)
+    held = ShardsByName(headers)
+    return document | {"weight_map": held if is_right and len(mapped) == len(held) else mapped}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardsByName(Mapping[str, str]):
+    """The shard of each tensor, as an index states it: a dict of its own would take 40 MB for K3."""
+
+    headers: Mapping[str, ShardHeader]
+
+    def __getitem__(self, name: str) -> str:
+        for shard, header in self.headers.items():
+            if name in header.tensors:
+                return shard
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for header in self.headers.values() for name in header.tensors)
+
+    def __len__(self) -> int:
+        return sum(len(header.tensors) for header in self.headers.values())
 
 
 def _declared_beside(folder: Path) -> dict[str, object]:
