@@ -154,7 +154,7 @@ class GatedMla:
 
 
 class ResidualAttention:
-    """What comes before the MLP of one layer: mixtures, norms and attention, on one device."""
+    """The parts before the MLP of one layer: mixtures, norms and attention, on one device."""
 
     def __init__(
         self, reader: WeightReader, layer: int, kind: AttentionKind, *, device: str = "cpu", fp8_cache: bool = False

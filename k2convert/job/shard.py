@@ -353,7 +353,7 @@ class _Work:
 
 @dataclass(slots=True)
 class _Fp8Parts:
-    """What is known of the rows of an FP8 weight, by the first row of each piece: scales and sums."""
+    """Scales and sums of the rows of an FP8 weight, by the first row of each piece."""
 
     step: Fp8Step
     lock: Lock

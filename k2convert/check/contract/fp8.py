@@ -1,4 +1,4 @@
-"""What the rules demand of FP8 weights: names and forms (1), shapes (3), codes and scales (4, 6), parallelism (10).
+"""The rules on FP8 weights: names and forms (1), shapes (3), codes and scales (4, 6), parallelism (10).
 
 A result of ours has the form of its family. Forms of other tools are known by their scales: one for each row, one for
 each block of 128 x 128, or one for the tensor. Of these, codes and scales must be numbers.
