@@ -272,21 +272,28 @@ def inspect(source: AnyPath) -> Inspection:
         return inspect_source(read_path("source", source), hub=Hub(outages_pass=False))
 
 
-def fit(checkpoint: AnyPath, *, gpu: str | None = None, context: int = 8192, requests: int = 1) -> list[Fit]:
+def fit(
+    checkpoint: AnyPath,
+    *,
+    gpu: str | None = None,
+    context: int = 8192,
+    requests: int = 1,
+    recipe: AnyPath | None = None,
+) -> list[Fit]:
     """Return which GPUs hold a checkpoint, and with how much KV cache, from its headers: `k2convert fit`.
 
-    `checkpoint` is a folder or hf://owner/name; a source is weighed as it would be converted. Of each kind, or of `gpu`
-    alone (a name, or a memory such as "96GB"), the list has the least number up to 16 and the usual ones above it, the
-    smallest memory first.
+    `checkpoint` is a folder or hf://owner/name; a source is weighed as it would be converted, by `recipe` (a name or a
+    file) or by that of its family. Of each kind, or of `gpu` alone (a name, or a memory such as "96GB"), the list has
+    the least number up to 16 and the usual ones above it, the smallest memory first.
     `requests` of `context` tokens must fit at once, in a KV cache of the type that config.json says. Raises FitError,
-    CheckpointError, PlanError, HubError and ArgumentError.
+    CheckpointError, PlanError, RecipeError, HubError and ArgumentError.
     """
     from k2convert.deploy.gpus import GPUS, find_gpu
     from k2convert.deploy.memory import Settings, find_holders
     from k2convert.deploy.model import read_model
     from k2convert.errors import ArgumentError, check_number, quoted
     from k2convert.hub.client import Hub
-    from k2convert.job.host_process import host_process, read_path
+    from k2convert.job.host_process import host_process, read_optional_path, read_path
     from k2convert.job.locations import open_checkpoint_at
 
     check_number("context", context, least=1)
@@ -294,6 +301,7 @@ def fit(checkpoint: AnyPath, *, gpu: str | None = None, context: int = 8192, req
     if gpu is not None and type(gpu) is not str:
         raise ArgumentError(f"gpu {quoted(gpu)}: expected a name such as 'b200', or a memory such as '96GB'.")
     gpus = GPUS.values() if gpu is None else (find_gpu(gpu),)
+    named = read_optional_path("recipe", recipe)
     with host_process(), open_checkpoint_at(read_path("checkpoint", checkpoint), hub=Hub(outages_pass=False)) as opened:
-        model = read_model(opened.checkpoint)
+        model = read_model(opened.checkpoint, recipe=named)
     return find_holders(model, settings=Settings(model.kv, context, requests), gpus=gpus)

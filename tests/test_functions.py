@@ -31,7 +31,8 @@ SIGNATURES = {
     f"out: {PATH} | None = None, any_text: bool = False, "
     "events: Events | None = None) -> Evaluation",
     "inspect": f"(source: {PATH}) -> Inspection",
-    "fit": f"(checkpoint: {PATH}, *, gpu: str | None = None, context: int = 8192, requests: int = 1) -> list[Fit]",
+    "fit": f"(checkpoint: {PATH}, *, gpu: str | None = None, context: int = 8192, requests: int = 1, "
+    f"recipe: {PATH} | None = None) -> list[Fit]",
 }
 
 
@@ -172,6 +173,8 @@ def test_fit_names_the_gpus_of_the_command() -> None:
         (fit["gpu"], fit["count"], fit["kv_tokens"]) for fit in fits
     ]
     assert len({holder.gpu.name for holder in k2convert.fit(TINY)}) > 5
+    [smaller, *_] = k2convert.fit(TINY, gpu="h200", recipe="kimi-k2-thinking-nvfp4-fp8")
+    assert smaller.weight_bytes < holders[0].weight_bytes
 
 
 def test_fit_takes_a_memory_and_nothing_else_than_text() -> None:

@@ -56,6 +56,10 @@ def fit(
             check=_check_experts,
         ),
     ] = None,
+    recipe: Annotated[
+        str | None,
+        option("Of a source: a file, or a name that `recipes` lists [default: by family].", "RECIPE"),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show which GPUs hold a checkpoint, and with how much KV cache. Only headers are read. Exit code 3 if it does not
@@ -80,7 +84,7 @@ def fit(
     with open_checkpoint_at(
         checkpoint, hub=Hub(notify=console.print_note, warn=console.print_note, outages_pass=False)
     ) as opened:
-        whole = read_model(opened.checkpoint)
+        whole = read_model(opened.checkpoint, recipe=recipe)
     asked = Question(
         place=checkpoint,
         checkpoint=opened.checkpoint,
@@ -95,6 +99,7 @@ def fit(
         ),
         context=context,
         kv=kv,
+        recipe=recipe,
     )
     if kind is None or count is None:
         fits = answer_all(asked, kind)

@@ -54,7 +54,7 @@ _PRUNING_NOTE = (
 class Question:
     """A checkpoint and what is asked of its GPUs: `whole` has all experts, `model` as many as were asked for.
 
-    `context` and `kv` are what the user named, None without: serve commands repeat them.
+    `context`, `kv` and `recipe` are what the user named, None without: commands repeat them.
     """
 
     place: str
@@ -64,6 +64,7 @@ class Question:
     settings: Settings
     context: int | None
     kv: ServedKvCache | None
+    recipe: str | None
 
     def document(self, fits: list[dict[str, Any]]) -> dict[str, Any]:
         """Return what was asked, what it weighs, and the answers, as plain data."""
@@ -99,7 +100,8 @@ class Question:
                 console.print_note("SOURCE is a folder: `hf download` makes one of a repository")
             console.print_note(f"FILE lists {experts} experts per layer: `k2convert guide prune` shows what makes one")
         elif self.model.recipe is not None:
-            words = ("run", self.place, "DEST", "--dry-run")
+            named = () if self.recipe is None else ("--recipe", self.recipe)
+            words = ("run", self.place, "DEST", *named, "--dry-run")
         else:
             return
         console.print_next(console.command("k2convert", *words))
@@ -175,7 +177,7 @@ def _serve_commands(asked: Question, fit: Fit) -> ServeCommands:
         kv_cache=asked.kv,
         utilization=None if asked.settings.utilization == UTILIZATION else asked.settings.utilization,
         revision=None if recipe is not None or repo is None else repo.revision,
-        has_fp8=recipe is None and has_fp8(config),
+        has_fp8=has_fp8(config) if recipe is None else bool(recipe.fp8),
     )
     return {engine: serve_command(engine, deployment) for engine in ENGINE_NAMES}
 

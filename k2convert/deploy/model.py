@@ -20,12 +20,13 @@ from typing import Any, Final, NamedTuple
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.layouts.layout import fp8_tensors
 from k2convert.choices import ServedKvCache
 from k2convert.errors import FitError, PlanError, quoted
 from k2convert.models import detect_family, parse_tensor_name
 from k2convert.models.config import FP8, find_quantization_config, key_of, kv_cache_form, max_positions, text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family, Role
-from k2convert.plan.plan import OutputTensor, projection_tensors
+from k2convert.plan.plan import OutputTensor, check_family, converted_roles, projection_tensors
 from k2convert.plan.recipe import Recipe, load_recipe
 
 
@@ -128,7 +129,7 @@ _SPLIT_ROLES: Final = frozenset(
 def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None) -> dict[WeightGroup, int]:
     """Add up the bytes of tensors by group; raises PlanError naming a tensor that no model of the family has.
 
-    With a `recipe`, packed projections, and BF16 ones of its roles, count with the bytes that they will have converted.
+    With a `recipe`, packed projections, and BF16 weights that it converts, count with the bytes that they will have.
     """
     groups: dict[str, WeightGroup] = {}
     sums: dict[WeightGroup, int] = defaultdict(int)
@@ -144,16 +145,28 @@ def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None) -
             groups[module] = WeightGroup(known.role, known.layer, is_split)
         group = groups[module]
         is_packed = parameter == WEIGHT_PACKED
-        if recipe is None or not (is_packed or (parameter == WEIGHT and group.role in recipe.roles)):
+        in_fp8 = recipe is not None and _becomes_fp8(tensor, group.role, recipe, family)
+        is_converted = recipe is not None and parameter == WEIGHT and group.role in converted_roles(recipe)
+        if recipe is None or not (is_packed or in_fp8 or is_converted):
             sums[group] += tensor.num_bytes
             continue
         if len(tensor.shape) != 2:
             raise PlanError(f"tensor {name}: shape {quoted(list(tensor.shape))}, expected rows and columns.")
         rows, columns = tensor.shape
         columns *= family.source_format.columns_per_element if is_packed else 1
-        stored = projection_tensors(recipe.target, recipe.layout, recipe.activations, rows, columns)
+        if in_fp8:
+            stored = fp8_tensors(rows, columns, has_blocks=family.has_fp8_blocks)
+        else:
+            stored = projection_tensors(recipe.target, recipe.layout, recipe.activations, rows, columns)
         sums[group] += sum(tensor[3] for tensor in stored)
     return dict(sums)
+
+
+def _becomes_fp8(tensor: Tensor, role: Role, recipe: Recipe, family: Family) -> bool:
+    """Return whether it is a weight that a recipe makes FP8. Norms have the role of their block, and one dimension."""
+    module, _, parameter = tensor.name.rpartition(".")
+    is_matrix = parameter == WEIGHT and len(tensor.shape) == 2
+    return is_matrix and role in recipe.fp8 and family.becomes_fp8(module, recipe.fp8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +226,23 @@ class Model:
         return replace(self, shape=replace(shape, num_experts=count), groups=groups)
 
 
-def read_model(checkpoint: Checkpoint) -> Model:
-    """Weigh an opened checkpoint; raises PlanError for one of no known family, FitError for one that is not MLA."""
+def read_model(checkpoint: Checkpoint, *, recipe: str | None = None) -> Model:
+    """Weigh an opened checkpoint, a source by this recipe or by that of its family.
+
+    Raises PlanError for one of no known family or not of the recipe's, FitError for one that is not MLA, RecipeError.
+    """
     family = detect_family(checkpoint)
     tensors = checkpoint.tensors
     stems = (name.removesuffix(WEIGHT_PACKED) for name in tensors if name.endswith(f".{WEIGHT_PACKED}"))
     scales = (tensors.get(f"{stem}{WEIGHT_SCALE}") for stem in stems)  # an NVFP4 result may have U8 codes too
     is_source = any(s is not None and s.dtype in family.source_format.scale_dtypes for s in scales)
-    recipe = load_recipe(family.recipe) if is_source else None
     where = str(checkpoint.folder)
-    return read_result(tensors.values(), family=family, config=checkpoint.config, where=where, recipe=recipe)
+    if recipe is not None and not is_source:
+        raise FitError(f"{where}: no INT4 or MXFP4 source, so a recipe has nothing to convert. Leave out --recipe.")
+    chosen = load_recipe(recipe or family.recipe) if is_source else None
+    if chosen is not None:
+        check_family(chosen, family, where=where)
+    return read_result(tensors.values(), family=family, config=checkpoint.config, where=where, recipe=chosen)
 
 
 def read_result(

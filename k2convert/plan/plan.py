@@ -221,23 +221,33 @@ def claim_projections(
     Returns the source's family, its counts, every projection to convert, and the parsed names.
     """
     family = detect_family(source)
-    if recipe.family is not None and recipe.family != family.name:
-        raise PlanError(
-            f"recipe {recipe.name}: is for {recipe.family}, but {source.folder} is {family.name}. "
-            "Choose a different recipe, or none: the right one is then used."
-        )
+    check_family(recipe, family, where=str(source.folder))
     architecture = family.read_architecture(source.config, str(source.folder))
     names = parse_tensor_names(source, family=family) if names is None else names
     check_source_form(source, names, family=family)
     check_source_config(source.config, family=family, where=str(source.folder))
-    roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
-    check_recipe(family, roles, kv_cache=recipe.kv_cache, where=f"recipe {recipe.name}")
-    if recipe.fp8:
-        check_fp8(family, recipe.fp8, layout=recipe.layout, where=f"recipe {recipe.name}")
+    roles = converted_roles(recipe)
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)
     check_model(source, names, architecture, family)
     return family, architecture, projections, names
+
+
+def converted_roles(recipe: Recipe) -> tuple[Role, ...]:
+    """Return the roles whose weights become NVFP4, or BF16, which is for experts alone."""
+    return recipe.roles if recipe.target == "nvfp4" else (Role.EXPERTS,)
+
+
+def check_family(recipe: Recipe, family: Family, *, where: str) -> None:
+    """Refuse a recipe that is not for the family of `where`, or whose result not every engine loads (PlanError)."""
+    if recipe.family is not None and recipe.family != family.name:
+        raise PlanError(
+            f"recipe {recipe.name}: is for {recipe.family}, but {where} is {family.name}. "
+            "Choose a different recipe, or none: the right one is then used."
+        )
+    check_recipe(family, converted_roles(recipe), kv_cache=recipe.kv_cache, where=f"recipe {recipe.name}")
+    if recipe.fp8:
+        check_fp8(family, recipe.fp8, layout=recipe.layout, where=f"recipe {recipe.name}")
 
 
 def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collection[int] = ()) -> Plan:

@@ -12,8 +12,9 @@ from command import run, run_here, said
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.deploy.gpus import GPUS, find_gpu
 from k2convert.errors import FitError
+from k2convert.models import find_family
 from k2convert.plan.plan import plan_conversion
-from k2convert.plan.recipe import load_recipe
+from k2convert.plan.recipe import load_recipe, shipped_recipes
 from scripts.fixture_maker.damage import edit_config, edit_json
 
 
@@ -34,12 +35,31 @@ def result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_source_is_weighed_as_its_recipe_converts_it(tiny: Path, k25: Path) -> None:
-    for folder, recipe in ((tiny, "kimi-k2-thinking-nvfp4"), (k25, "kimi-k2.5-nvfp4")):
-        found = answer(folder)
-        plan = plan_conversion(source=open_checkpoint(folder), recipe=load_recipe(recipe))
-        assert found["recipe"] == recipe
-        assert found["weights"]["bytes"] == plan.data_bytes
+def test_a_source_is_weighed_as_its_recipe_converts_it(tiny: Path, k25: Path, k3_tiny: Path) -> None:
+    sources = {"kimi-k2-thinking": tiny, "kimi-k2.5": k25, "kimi-k3": k3_tiny}
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        for folder in [sources[recipe.family]] if recipe.family else [tiny, k25]:
+            plan = plan_conversion(source=open_checkpoint(folder), recipe=recipe)
+            found = answer(folder, "--recipe", name)
+            assert found["recipe"] == name
+            assert found["weights"]["bytes"] == plan.data_bytes, name
+            if name == find_family(plan.family).recipe:
+                assert found == answer(folder), "without the option"
+
+
+def test_a_recipe_is_named_to_the_next_command_and_fits_the_source(tiny: Path, result: Path) -> None:
+    chosen = ("--recipe", "kimi-k2-thinking-nvfp4-fp8")
+    layout = ("--gpu", "b200", "--count", "2")
+    shown = run_fit(tiny, *layout, *chosen)
+    assert shown.stderr.endswith(f"next: k2convert run {tiny} DEST {' '.join(chosen)} --dry-run\n")
+    assert run("run", tiny, "DEST", *chosen, "--dry-run", "--quiet") == 0
+    before, after = (answer(tiny, *layout, *more)["fits"][0] for more in ((), chosen))
+    assert after["bound_tokens_per_second"] > before["bound_tokens_per_second"]
+    assert before["serve"]["tensorrt-llm"]["command"] is not None
+    assert "FP8" in after["serve"]["tensorrt-llm"]["notes"][0], "it does not load the result"
+    assert "recipe kimi-k2.5-nvfp4: is for kimi-k2.5" in run_fit(tiny, "--recipe", "kimi-k2.5-nvfp4", code=1).stderr
+    assert "Leave out --recipe." in run_fit(result, *chosen, code=1).stderr
 
 
 def test_a_result_weighs_what_its_source_was_planned_to(tiny: Path, result: Path) -> None:

@@ -17,7 +17,7 @@ from k2convert.choices import ServedKvCache
 from k2convert.deploy.gpus import GIB, GPUS, MIB, Gpu
 from k2convert.deploy.layouts import Parallelism, check_layout
 from k2convert.deploy.memory import Fit, Settings, bytes_per_token, find_holders, fit_layout
-from k2convert.deploy.model import Model, read_result
+from k2convert.deploy.model import Model, read_model, read_result
 from k2convert.errors import FitError
 from k2convert.models import find_family
 from k2convert.models.names import Role
@@ -273,9 +273,11 @@ def converted(headers: Path, recipe: str) -> Model:
 def test_fp8_raises_the_bound_of_k2_on_eight_sparks_from_45_to_66(k2_headers: Path) -> None:
     bandwidth = GPUS["dgx-spark"].bandwidth
     assert bandwidth is not None
+    source = open_checkpoint(k2_headers)
     for recipe, bound in (("kimi-k2-thinking-nvfp4", 45), ("kimi-k2-thinking-nvfp4-fp8", 66)):
         read = bytes_per_token(converted(k2_headers, recipe), Parallelism(tensor=8))
         assert bandwidth / read == pytest.approx(bound, rel=0.02), recipe
+        assert bytes_per_token(read_model(source, recipe=recipe), Parallelism(tensor=8)) == read, "by the source"
 
 
 @pytest.mark.slow
