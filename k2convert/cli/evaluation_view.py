@@ -90,8 +90,11 @@ def _show_unkept(plan: "EvaluationPlan") -> None:
 
 
 def _next_command(plan: "EvaluationPlan", found: Evaluation) -> str:
-    """Return the command for the report on the nearest result in a folder, with its source if that is the reference."""
-    places = {one.name: one for one in plan.checkpoints[1:] if one.source.local is not None and one.ledger is not None}
+    """Return the command for the report on the nearest result that keeps its figures in its folder, with its source if
+    that is the reference.
+    """
+    kept = [plan.checkpoints[output.checkpoint] for output in plan.outputs if output.checkpoint is not None]
+    places = {one.name: one for one in kept if one.source.local is not None and one.ledger is not None}
     rows = sorted(found.rows, key=lambda row: row.figures.divergence.mean)
     nearest = next((places[row.model.name] for row in rows if row.model.name in places), None)
     if nearest is None or nearest.ledger is None:

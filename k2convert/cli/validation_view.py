@@ -121,7 +121,7 @@ def _show_layers(report: LayersReport) -> None:
         for variant, label in labels(found).items()
         if (error := layer.error(Variant(variant))) is not None
     ]
-    title = f"reference layers, error of the output against the source in FP32 ({report.hidden_states})"
+    title = f"reference layers, error of the MoE block against the source in FP32 ({report.hidden_states})"
     print_table(title, ("layer", "computed with", "output SQNR", "cosine", "worst expert"), rows, left=(0, 1))
     for layer in report.layers:
         for failure in layer.failures:

@@ -339,12 +339,11 @@ class LayerPass:
         self.check_room()
         work = self.work
         with work.locked(events=events) as keep:
-            was_begun = work.job() is not None
             begun = work.begin(self.job, events=events)
             if command is not None:
                 keep_command(work.folder, command)
             first = work.resume(num_layers=self.num_steps, also={}, events=events)
-            if was_begun:
+            if first:
                 done = min(first, self.num_layers)
                 events.note(f"{work.folder}: resuming: {done} of {self.num_layers} layers done")
             space = self.disk_allowed - self.disk_bytes

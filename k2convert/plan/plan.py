@@ -15,7 +15,7 @@ from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import fp8_tensors
-from k2convert.choices import Activations, Layout, Target
+from k2convert.choices import Activations, Layout, RoleName, Target
 from k2convert.errors import PlanError
 from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.config import check_source_config
@@ -233,9 +233,9 @@ def claim_projections(
     return family, architecture, projections, names
 
 
-def converted_roles(recipe: Recipe) -> tuple[Role, ...]:
+def converted_roles(recipe: Recipe) -> tuple[RoleName, ...]:
     """Return the roles whose weights become NVFP4, or BF16, which is for experts alone."""
-    return recipe.roles if recipe.target == "nvfp4" else (Role.EXPERTS,)
+    return recipe.roles if recipe.target == "nvfp4" else ("experts",)
 
 
 def check_family(recipe: Recipe, family: Family, *, where: str) -> None:

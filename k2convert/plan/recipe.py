@@ -303,7 +303,7 @@ def _explain(error: ValidationError) -> str:
     problems: list[str] = []
     models = {"input_scale": InputScale, "budget": Budget, "calibration": TextUse}
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
+        key = ".".join(part for part in problem["loc"] if isinstance(part, str))  # without the number in a list
         if problem["type"] == "extra_forbidden":
             model = models.get(str(problem["loc"][0]), Recipe)
             known = f"; known keys: {', '.join(model.model_fields)}"  # once for each model

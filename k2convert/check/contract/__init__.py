@@ -250,7 +250,7 @@ def check_errors(
     if not errors and not converted:
         return found.skip("no weight is converted")
     budget = result.budget.tensor_sqnr_db
-    worst = math.inf
+    worst = dict[str, tuple[float, float]]()  # by form: the least SQNR, and its budget
     for module in converted:
         measured = errors.get(module.name)
         if measured is None:
@@ -262,14 +262,17 @@ def check_errors(
         if measured.is_zero:
             continue
         sqnr = measured.sqnr_db
-        worst = min(worst, sqnr)
-        least = budget
+        form, least = "NVFP4", budget
         if module.is_fp8:
-            least = OTHERS_FP8_SQNR_DB if module.other_form else FP8_SQNR_DB
+            form, least = "FP8", OTHERS_FP8_SQNR_DB if module.other_form else FP8_SQNR_DB
         if not sqnr >= least:
             found.error(module.name, f"SQNR {sqnr:.2f} dB is below the budget of {least:.2f} dB")
-    budgets = f"budget {budget:.2f} dB" + (f", of FP8 {FP8_SQNR_DB:.2f} dB" if result.fp8 else "")
-    found.note = f"worst {worst:.2f} dB, {budgets}" if math.isfinite(worst) else budgets
+        worst[form] = min(worst.get(form, (sqnr, least)), (sqnr, least))
+    found.note = ", ".join(
+        f"worst {form} {sqnr:.2f} dB, budget {least:.2f} dB"
+        for form, (sqnr, least) in sorted(worst.items(), reverse=True)
+        if math.isfinite(sqnr)
+    )
     return found
 
 
