@@ -19,36 +19,22 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 
+from k2convert.check.certificate import Certificate, Claim
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.job.locations import WORK_ROOT
 from scripts.bench.measure import describe_machine
-from scripts.bench.whole_hub import TOKEN, SourceShard, WholeHub, make_pools, read_entries, write_shard
-from scripts.fixture_maker.config import K2_SIDECARS, k2_config
-from scripts.fixture_maker.headers import k2_thinking_parts
-from scripts.fixture_maker.inventory import K2_SHAPE, K2Shape
-from scripts.fixture_maker.k3 import K3_SHAPE, SIDECARS, K3Shape, k3_config, k3_parts
-from scripts.fixture_maker.shards import INDEX_NAME, shard_name
+from scripts.bench.whole_hub import TOKEN, WholeHub, read_places, read_sources
+from scripts.fixture_maker.headers import make_k2_thinking_headers
+from scripts.fixture_maker.inventory import K2_SHAPE
+from scripts.fixture_maker.k3 import make_k3_headers
+from scripts.fixture_maker.shards import write_streamed
 
 SOURCE = "moonshotai/Kimi"
 RESULT = "me/Kimi-NVFP4"
 ETA = re.compile(r"ETA (\d+):(\d\d):(\d\d)")
 COLUMNS = ("--max-disk", "s/GB", "CPU s/GB", "read", "written", "peak GB in work", "at the end", "planned", "ETA right")
-
-
-def make_source(shape: K2Shape | K3Shape) -> tuple[dict[str, SourceShard], dict[str, bytes]]:
-    """Return the shards and the small files of a model."""
-    if isinstance(shape, K3Shape):
-        parts, config, texts = k3_parts(shape), k3_config(shape), SIDECARS
-    else:
-        parts, config, texts = k2_thinking_parts(shape), k2_config(shape), K2_SIDECARS
-    places = {spec.name: shard_name(i, len(parts)) for i, specs in enumerate(parts, 1) for spec in specs}
-    index = {"metadata": {"total_size": sum(s.num_bytes for p in parts for s in p)}, "weight_map": places}
-    texts |= {"config.json": json.dumps(config, indent=2), INDEX_NAME: json.dumps(index, indent=2)}
-    pools = make_pools()
-    shapes = {kind: b"".join(n.to_bytes(4, "little") for n in of) for kind, of in shape.projections().items()}
-    sources = {shard_name(i, len(parts)): SourceShard(specs, pools, shapes) for i, specs in enumerate(parts, 1)}
-    return sources, {path: text.encode() for path, text in texts.items()}
 
 
 @dataclass
@@ -77,29 +63,26 @@ class Job:
 
     def run(self, *, kill_at: int | None = None, outage_at: int | None = None) -> None:
         """Run to the end, or to the kill at this number of converted shards; raises RuntimeError if it fails."""
-        began = time.monotonic()
-        process = subprocess.Popen(
-            self.command(), cwd=self.work, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        began, before = time.monotonic(), getrusage(RUSAGE_CHILDREN)
+        errors = subprocess.PIPE
+        process = subprocess.Popen(self.command(), cwd=self.work, stdout=subprocess.DEVNULL, stderr=errors, text=True)
         self.etas.clear()
         reader = threading.Thread(target=self._follow, args=(process,))
         reader.start()
         disk: dict[str, int] = {}
-        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        while process.poll() is None:
             time.sleep(0.2)
             disk |= self._sample(Path(f"/proc/{process.pid}"))
             if kill_at is not None and self.num_converted() >= kill_at:
-                os.kill(process.pid, signal.SIGKILL)
+                process.kill()
             if outage_at is not None and self.num_converted() >= outage_at:
                 self.outage = time.monotonic(), time.monotonic() + self.outage_seconds
                 self.hub.traffic.away_until = self.outage[1]
                 outage_at = None
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
         reader.join()
-        self.ended = time.monotonic()
+        self.ended, after = time.monotonic(), getrusage(RUSAGE_CHILDREN)
         self.seconds += self.ended - began
-        self.cpu_seconds += usage.ru_utime + usage.ru_stime
+        self.cpu_seconds += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         self.disk = {name: self.disk[name] + disk.get(name, 0) for name in self.disk}
         if process.returncode != (0 if kill_at is None else -signal.SIGKILL):
             raise RuntimeError(f"the job ended with {process.returncode}: {''.join(self.lines[-20:])}")
@@ -117,7 +100,7 @@ class Job:
             counts = dict(line.split(": ") for line in (process / "io").read_text().splitlines())
         except (OSError, IndexError):  # it has just ended
             return {}
-        is_end = self.num_converted() == len(self.hub.sources)
+        is_end = self.num_converted() == len(self.hub.shards)
         self.peaks[is_end] = max(self.peaks[is_end], memory)
         return {name: int(counts[name]) for name in self.disk}
 
@@ -131,29 +114,50 @@ class Job:
 
 def check(hub: WholeHub) -> str:
     """Check what arrived; return a sentence about it. Raises AssertionError."""
-    from k2convert.check.certificate import Certificate, Claim
-
     claim = Claim(rule="mse", layout="modelopt", input_scales=(1.0, 1.0), roles=("experts",))
     num_rows = 0
-    for shard, source in hub.sources.items():
-        entry = hub.store.repos[RESULT].files()[shard]
-        ours = hub.store.blob(str(entry.sha256))
-        written = read_entries(ours.read_bytes())[1]
+    sources = hub.store.repos[SOURCE].files()
+    for name, result in hub.store.repos[RESULT].files().items():
+        if not name.endswith(".safetensors"):
+            continue
+        ours, source = hub.store.blob(str(result.sha256)), hub.shards[str(sources[name].sha256)]
+        written = {spec.name for spec in read_places(ours.read_bytes())}
         modules = {name.rpartition(".")[0] for name in written}
-        specs = [spec for spec in source.specs.values() if spec.name.rpartition(".")[0] in modules]
-        before = {s.name: ({"dtype": s.dtype, "shape": s.shape}, source.tensor(s.name)) for s in specs}
+        before = {spec.name: spec for spec in source.places if spec.name.rpartition(".")[0] in modules}
         with tempfile.TemporaryDirectory() as folder:
-            theirs = write_shard(Path(folder) / "theirs", before)
+            theirs = Path(folder) / "theirs"
+            write_streamed(theirs, before.values(), lambda spec, of=source: [of.tensor(spec)])
             certificate = Certificate(
                 result=lambda name, of=written, path=ours: path if name in of else None,
                 source=lambda name, of=before, path=theirs: path if name in of else None,
                 claim=claim,
             )
-            verdict = certificate.check_shard(ours, seed=str(entry.sha256))
+            verdict = certificate.check_shard(ours, seed=ours.name)
             certificate.release()
         assert not verdict.problems, verdict.problems
         num_rows += sum(verdict.rows.values())
     return f"{hub.num_tensors:,} tensors, each shard with its announced sha256; {num_rows:,} rows certified"
+
+
+def rehearse(job: Job) -> None:
+    """Run the job with its kill and its outage, print its row, and check what arrived."""
+    shards = job.hub.shards.values()
+    size = sum(shard.num_bytes for shard in shards) / 1e9
+    os.environ |= {"HF_ENDPOINT": job.hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+    os.environ["HF_HOME"] = str(job.work / "home")
+    job.work.mkdir()
+    plan = subprocess.run(job.command("--dry-run", "--json"), cwd=job.work, stdout=subprocess.PIPE, check=True)
+    job.run(kill_at=len(shards) // 3)
+    job.run(outage_at=2 * len(shards) // 3)
+    per_gb = [job.seconds / size, job.cpu_seconds / size, *(count / size / 1e9 for count in job.disk.values())]
+    memory = [job.peaks[False], job.peaks[True], json.loads(plan.stdout)["memory_needed"]]
+    figures = (f"{x:.2f}" for x in (*per_gb, *(peak / 1e9 for peak in memory)))
+    etas = f"{sum(job.judged())} of {len(job.judged())}"
+    print(f"{describe_machine()}; {size:.1f} GB, {len(shards)} shards\n")
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n| {' | '.join((job.max_disk, *figures, etas))} |")
+    assert TOKEN not in "".join(job.lines), "a secret in the log"
+    print(check(job.hub), flush=True)
+    shutil.rmtree(job.work)
 
 
 def main() -> None:
@@ -165,27 +169,16 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("bench-work/whole"))
     arguments = parser.parse_args()
     work = arguments.work.absolute()
-    k2_shape = replace(K2_SHAPE, moe_layers=max(arguments.shards - 2, 1))
-    sources, small = make_source(K3_SHAPE if arguments.model == "k3" else k2_shape)
-    size = sum(shard.num_bytes for shard in sources.values()) / 1e9
-    print(f"{describe_machine()}; {size:.1f} GB, {len(sources)} shards\n")
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    shutil.rmtree(work, ignore_errors=True)
+    if arguments.model == "k3":
+        folder = make_k3_headers(work / "source")
+    else:
+        shape = replace(K2_SHAPE, moe_layers=max(arguments.shards - 2, 1))
+        folder = make_k2_thinking_headers(work / "source", shape=shape)
+    sources = read_sources(folder)
     for max_disk in arguments.max_disk:
-        shutil.rmtree(work, ignore_errors=True)
-        with WholeHub(work / "hub", SOURCE, sources, small) as hub:
-            os.environ |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
-            os.environ["HF_HOME"] = str(work / "home")
-            job = Job(hub, work / "job", max_disk, arguments.outage)
-            job.work.mkdir()
-            plan = subprocess.run(job.command("--dry-run", "--json"), cwd=job.work, stdout=subprocess.PIPE, check=True)
-            job.run(kill_at=len(sources) // 3)
-            job.run(outage_at=2 * len(sources) // 3)
-            per_gb = [job.seconds / size, job.cpu_seconds / size, *(count / size / 1e9 for count in job.disk.values())]
-            memory = [job.peaks[False], job.peaks[True], json.loads(plan.stdout)["memory_needed"]]
-            cells = [max_disk, *(f"{x:.2f}" for x in (*per_gb, *(peak / 1e9 for peak in memory)))]
-            print(f"| {' | '.join(cells)} | {sum(job.judged())} of {len(job.judged())} |", flush=True)
-            assert TOKEN not in "".join(job.lines), "a secret in the log"
-            print(check(hub), file=sys.stderr)
+        with WholeHub(work / f"hub-{max_disk}", SOURCE, sources) as hub:
+            rehearse(Job(hub, work / f"job-{max_disk}", max_disk, arguments.outage))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A loopback Hub whose source shards have their full size and no file, and which keeps samples of what it gets.
+"""A loopback Hub whose source shards have their full size and only a header on disk, and which keeps samples of what
+it gets.
 
 The bytes of a tensor are a window of a pool of random bytes, at an offset that follows from its name. A shard that
 arrives is hashed as a whole, and two of its experts are kept.
@@ -12,9 +13,9 @@ import random
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from scripts.fixture_maker.inventory import TensorSpec
-from scripts.fixture_maker.shards import header_bytes, library_order
+from scripts.fixture_maker.shards import write_streamed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "hub"))
 
@@ -35,115 +36,100 @@ CHUNK_BYTES = 8 << 20  # more than a header has
 NUM_SAMPLES = 2  # experts of a shard
 POOL_BYTES = 1 << 26
 
+Piece = tuple[int, int, int]
+"""A descriptor, where the piece begins there, and its length."""
+
 
 def make_pools() -> dict[str, int]:
     """Return descriptors of the pools, which are in memory."""
     draw = np.random.default_rng(0)
     normal = draw.standard_normal(POOL_BYTES // 4, np.float32)
-    pools = {
+    values = {
         "codes": draw.integers(1, 16, POOL_BYTES, np.uint8) | draw.integers(1, 16, POOL_BYTES, np.uint8) << 4,
         "scales": np.tile((np.exp(0.3 * normal - 6.2).view(np.uint32) >> 16).astype(np.uint16), 2),
         "exponents": draw.integers(116, 124, POOL_BYTES, np.uint8),
         "BF16": np.tile(((0.02 * normal).view(np.uint32) >> 16).astype(np.uint16), 2),
         "F32": 0.5 + 0.1 * normal,
     }
-    return {name: _in_memory(name, values.tobytes()) for name, values in pools.items()}
+    pools = {name: os.memfd_create(name) for name in values}
+    for name, descriptor in pools.items():
+        os.write(descriptor, values[name].tobytes())
+    return pools
 
 
-def _in_memory(name: str, data: bytes) -> int:
-    descriptor = os.memfd_create(name)
-    os.write(descriptor, data)
-    return descriptor
+def read_places(data: bytes) -> dict[TensorSpec, tuple[int, int]]:
+    """Return the tensors of a shard that begins like this, and where each begins and ends in the file."""
+    length = 8 + int.from_bytes(data[:8], "little")
+    places = dict[TensorSpec, tuple[int, int]]()
+    for name, entry in json.loads(data[8:length]).items():
+        if name != "__metadata__":
+            low, high = entry["data_offsets"]
+            places[TensorSpec(name, entry["dtype"], tuple(entry["shape"]))] = length + low, length + high
+    return places
 
 
 class SourceShard:
-    """A shard whose bytes are a header, true shapes, and windows of pools."""
+    """A shard of a folder of headers (scripts/fixtures): its file has header and shapes; the rest are windows."""
 
-    def __init__(self, specs: Sequence[TensorSpec], pools: dict[str, int], shapes: dict[str, bytes]) -> None:
-        ordered = library_order(specs)
-        self.specs = {spec.name: spec for spec in ordered}
-        self.pools = pools
-        self.shapes = shapes
-        self._parts: list[tuple[str | bytes, int, int]] = [(data := header_bytes(ordered), 0, len(data))]
-        self._parts += (part for spec in ordered for part in self._windows(spec))
+    def __init__(self, file: Path, pools: dict[str, int]) -> None:
+        opened = os.open(file, os.O_RDONLY)
+        self.places = read_places(os.pread(opened, CHUNK_BYTES, 0))
+        drawn = {spec: low for spec, (low, _) in self.places.items() if not spec.name.endswith("weight_shape")}
+        first = min(drawn.values())
+        self._parts: list[Piece] = [(opened, 0, first)]
+        self._parts += (window for spec in sorted(drawn, key=drawn.__getitem__) for window in _windows(spec, pools))
         self._begins = list(accumulate((size for _, _, size in self._parts), initial=0))
         self.num_bytes = self._begins[-1]
+        digest = hashlib.sha256()
+        for descriptor, offset, size in self._parts:
+            digest.update(os.pread(descriptor, size, offset))
+        self.sha256 = digest.hexdigest()
 
-    def _windows(self, spec: TensorSpec) -> Iterator[tuple[str | bytes, int, int]]:
-        *_, projection, leaf = spec.name.split(".")
-        pool: str | bytes = spec.dtype if spec.dtype in self.pools else "codes"
-        if leaf == "weight_shape":
-            pool = self.shapes[projection]
-        elif leaf == "weight_scale":
-            pool = "scales" if spec.dtype == "BF16" else "exponents"
-        left = spec.num_bytes
-        offset = 0 if isinstance(pool, bytes) else zlib.crc32(spec.name.encode()) % (POOL_BYTES // 64) * 64
-        while left:
-            size = min(left, POOL_BYTES - offset)
-            yield pool, offset, size
-            left -= size
-            offset = 0
-
-    def pieces(self, begin: int, end: int) -> Iterator[tuple[str | bytes, int, int]]:
-        """Yield (pool or bytes, offset, length) of a range."""
+    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+        """Yield the pieces of a range."""
         number = bisect.bisect_right(self._begins, begin) - 1
         while begin < end:
-            pool, offset, size = self._parts[number]
+            descriptor, offset, size = self._parts[number]
             skipped = begin - self._begins[number]
             size = min(size - skipped, end - begin)
-            yield pool, offset + skipped, size
+            yield descriptor, offset + skipped, size
             begin += size
             number += 1
 
-    def _read(self, pool: str | bytes, offset: int, size: int) -> bytes:
-        return pool[offset : offset + size] if isinstance(pool, bytes) else os.pread(self.pools[pool], size, offset)
-
-    def tensor(self, name: str) -> bytes:
-        return b"".join(self._read(*part) for part in self._windows(self.specs[name]))
-
-    @cached_property
-    def sha256(self) -> str:
-        digest = hashlib.sha256()
-        for piece in self.pieces(0, self.num_bytes):
-            digest.update(self._read(*piece))
-        return digest.hexdigest()
+    def tensor(self, spec: TensorSpec) -> bytes:
+        return b"".join(os.pread(opened, size, offset) for opened, offset, size in self.pieces(*self.places[spec]))
 
 
-def read_entries(data: bytes) -> tuple[int, dict[str, Any]]:
-    """Return where the data of a shard begins, and the entries of its header."""
-    length = 8 + int.from_bytes(data[:8], "little")
-    entries = json.loads(data[8:length])
-    entries.pop("__metadata__", None)
-    return length, entries
+def _windows(spec: TensorSpec, pools: dict[str, int]) -> Iterator[Piece]:
+    pool = spec.dtype if spec.dtype in pools else "codes"
+    if spec.name.endswith("weight_scale"):
+        pool = "scales" if spec.dtype == "BF16" else "exponents"
+    left = spec.num_bytes
+    offset = zlib.crc32(spec.name.encode()) % (POOL_BYTES // 64) * 64
+    while left:
+        size = min(left, POOL_BYTES - offset)
+        yield pools[pool], offset, size
+        left -= size
+        offset = 0
 
 
-def write_shard(path: Path, tensors: dict[str, tuple[dict[str, Any], bytes | bytearray]]) -> Path:
-    """Write a shard of these entries and bytes."""
-    header: dict[str, Any] = {}
-    position = 0
-    for name, (entry, data) in tensors.items():
-        header[name] = entry | {"data_offsets": [position, position := position + len(data)]}
-    text = json.dumps(header).encode()
-    path.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *(data for _, data in tensors.values())]))
-    return path
-
-
-def sampled(entries: dict[str, Any]) -> list[str]:
+def sampled(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Return the tensors of a result's shard that are kept: norms, and two experts."""
-    experts = sorted({name.rpartition(".")[0].rpartition(".")[0] for name in entries if ".experts." in name})
-    chosen = tuple(f"{name}." for name in random.Random(len(entries)).sample(experts, min(NUM_SAMPLES, len(experts))))
-    return [name for name in entries if name.startswith(chosen) or name.endswith("norm.weight")]
+    names = [spec.name for spec in specs]
+    experts = sorted({name.rpartition(".")[0].rpartition(".")[0] for name in names if ".experts." in name})
+    drawn = random.Random(len(names)).sample(experts, min(NUM_SAMPLES, len(experts)))
+    begins = tuple(f"{name}." for name in drawn)
+    return [spec for spec in specs if spec.name.startswith(begins) or spec.name.endswith("norm.weight")]
 
 
 @dataclass(slots=True)
 class Incoming:
-    """One result shard on its way in: parts come in order. `ends` are digest and length after each of them."""
+    """One result shard on its way in: its parts come in order, each once."""
 
     digest: Any = field(default_factory=hashlib.sha256)
     num_bytes: int = 0
     num_tensors: int = 0
-    ends: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    kept: list[tuple[int, str, dict[str, Any], bytearray]] = field(default_factory=list)  # with its place in the file
+    kept: dict[TensorSpec, tuple[int, bytearray]] = field(default_factory=dict)  # with its place in the file
 
     def take(self, data: bytes) -> None:
         """Take the next bytes; the first have the whole header."""
@@ -151,16 +137,15 @@ class Incoming:
         begin = self.num_bytes
         self.num_bytes += len(data)
         if begin == 0:
-            length, entries = read_entries(data)
-            places = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
-            assert [low for low, _ in places] == [0, *(high for _, high in places[:-1])], "gaps or overlaps"
-            self.num_tensors = len(entries)
-            kept = ((name, entries[name], entries[name]["data_offsets"]) for name in sampled(entries))
-            self.kept = [(length + low, name, entry, bytearray(high - low)) for name, entry, (low, high) in kept]
-        for low, _, _, kept_data in self.kept:
-            first, last = max(low, begin), min(low + len(kept_data), self.num_bytes)
+            places = read_places(data)
+            ordered = sorted(places.values())
+            assert [low for low, _ in ordered[1:]] == [high for _, high in ordered[:-1]], "gaps or overlaps"
+            self.num_tensors = len(places)
+            self.kept = {spec: (places[spec][0], bytearray(spec.num_bytes)) for spec in sampled(places)}
+        for low, kept in self.kept.values():
+            first, last = max(low, begin), min(low + len(kept), self.num_bytes)
             if first < last:
-                kept_data[first - low : last - low] = data[first - begin : last - begin]
+                kept[first - low : last - low] = data[first - begin : last - begin]
 
 
 class _Whole(_Handler):
@@ -170,25 +155,18 @@ class _Whole(_Handler):
         shard = self.hub.shards.get(entry.sha256 or "")
         if shard is None:
             return super()._send_bytes(entry, begin, end)
-        for pool, offset, size in shard.pieces(begin, end):
-            if isinstance(pool, bytes):
-                self.wfile.write(pool[offset : offset + size])
-                continue
+        for descriptor, offset, size in shard.pieces(begin, end):
             stop = offset + size
             while offset < stop:
-                offset += os.sendfile(self.connection.fileno(), shard.pools[pool], offset, stop - offset)
+                offset += os.sendfile(self.connection.fileno(), descriptor, offset, stop - offset)
         return None
 
     def _take_upload(self, sha256: str, query: dict[str, str]) -> None:
         if "part" not in query:
             return super()._take_upload(sha256, query)
-        number = int(query["part"])
-        if number == 1:
+        if query["part"] == "1":
             self.hub.incoming[sha256] = Incoming()
         shard = self.hub.incoming[sha256]
-        if number > 1:  # it may come a second time
-            digest, shard.num_bytes = shard.ends[number - 1]
-            shard.digest = digest.copy()
         left = int(self.headers["Content-Length"])
         while left:
             data = self.rfile.read(min(left, CHUNK_BYTES))
@@ -197,7 +175,6 @@ class _Whole(_Handler):
                 return None
             shard.take(data)
             left -= len(data)
-        shard.ends[number] = shard.digest.copy(), shard.num_bytes
         return self._reply(Reply({}, headers={"ETag": f'"{sha256}"'}))
 
     def _join_parts(self, request: dict[str, Any]) -> None:
@@ -205,7 +182,7 @@ class _Whole(_Handler):
         if shard.digest.hexdigest() != request["oid"]:
             return self._reply(refused(400, "BadRequest", "The parts do not have the announced sha256"))
         self.hub.num_tensors += shard.num_tensors
-        write_shard(self.hub.store.blob(request["oid"]), {name: (entry, data) for _, name, entry, data in shard.kept})
+        write_streamed(self.hub.store.blob(request["oid"]), shard.kept, lambda spec: [shard.kept[spec][1]])
         return self._reply(Reply({}))
 
 
@@ -216,20 +193,31 @@ class _Outage(Traffic):
         return Fault(request.method, "") if time.monotonic() < self.away_until else None
 
 
-class WholeHub(LoopbackHub):
-    """The Hub, with a source of these shards and small files as the repository `name`."""
+def read_sources(folder: Path) -> dict[str, SourceShard | bytes]:
+    """Return the files of a folder of headers: its shards, hashed, and the bytes of the others."""
+    pools = make_pools()
 
-    def __init__(self, root: Path, name: str, sources: dict[str, SourceShard], small: dict[str, bytes]) -> None:
+    def read(path: Path) -> SourceShard | bytes:
+        return SourceShard(path, pools) if path.suffix == ".safetensors" else path.read_bytes()
+
+    with ThreadPoolExecutor() as threads:
+        paths = sorted(folder.iterdir())
+        return dict(zip((path.name for path in paths), threads.map(read, paths), strict=True))
+
+
+class WholeHub(LoopbackHub):
+    """The Hub, with these source files as the repository `name`."""
+
+    def __init__(self, root: Path, name: str, sources: dict[str, SourceShard | bytes]) -> None:
         super().__init__(root)
         self.traffic = _Outage()
         self.api = Api(self.store, self.url, part_bytes=PART_BYTES, token=TOKEN)
         self._server.RequestHandlerClass = _Whole
         self.incoming: dict[str, Incoming] = {}
         self.num_tensors = 0
-        self.sources = sources
-        self.shards: dict[str, SourceShard] = {}
-        files = self.store.create(name).files() | {path: Entry(len(data), data) for path, data in small.items()}
-        for path, shard in sources.items():
-            self.shards[shard.sha256] = shard
-            files[path] = Entry(shard.num_bytes, sha256=shard.sha256)
+        self.shards = {one.sha256: one for one in sources.values() if isinstance(one, SourceShard)}
+        files = self.store.create(name).files() | {
+            path: Entry(len(one), one) if isinstance(one, bytes) else Entry(one.num_bytes, sha256=one.sha256)
+            for path, one in sources.items()
+        }
         self.store.repos[name].commit("main", files)

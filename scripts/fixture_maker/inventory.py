@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-DTYPE_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "U8": 1}
+DTYPE_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "U8": 1, "F8_E4M3": 1}
 GROUP_SIZE = 32
 CODES_PER_WORD = 8
 

@@ -15,7 +15,7 @@ from scripts.fixture_maker.config import write_json, write_sidecars
 from scripts.fixture_maker.inventory import TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
-_DTYPE_ORDER = {"I64": 0, "F32": 1, "I32": 2, "BF16": 3, "U8": 4}
+_DTYPE_ORDER = {"I64": 0, "F32": 1, "I32": 2, "BF16": 3, "F8_E4M3": 4, "U8": 5}
 
 Buffers = Iterable[bytes | memoryview]
 
