@@ -19,6 +19,17 @@ def _check_experts(text: str) -> None:
         raise typer.BadParameter(f"{quoted(text)} is not a number of experts. Pass one such as 192, or auto.")
 
 
+Experts = Annotated[
+    str | None,
+    option(
+        "Experts per layer if it is pruned; auto: the most that fit on --count GPUs.", "N|auto", check=_check_experts
+    ),
+]
+Recipe = Annotated[
+    str | None, option("Of a source: a file, or a name that `recipes` lists [default: by family].", "RECIPE")
+]
+
+
 def fit(
     checkpoint: Annotated[
         str,
@@ -48,18 +59,8 @@ def fit(
     overhead: Annotated[
         str, option("Memory for activations, CUDA graphs and NCCL on each GPU.", "BYTES", check=check_size)
     ] = "3GB",
-    experts: Annotated[
-        str | None,
-        option(
-            "Experts per layer if it is pruned; auto: the most that fit on --count GPUs.",
-            "N|auto",
-            check=_check_experts,
-        ),
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        option("Of a source: a file, or a name that `recipes` lists [default: by family].", "RECIPE"),
-    ] = None,
+    experts: Experts = None,
+    recipe: Recipe = None,
     json: Json = False,
 ) -> None:
     """Show which GPUs hold a checkpoint, and with how much KV cache. Only headers are read. Exit code 3 if it does not

@@ -32,6 +32,7 @@ from k2convert.deploy.serving import (
     ServeCommand,
     has_fp8,
     nvfp4_scheme,
+    recipe_has_fp8,
     serve_command,
 )
 from k2convert.errors import counted, format_bytes
@@ -160,7 +161,9 @@ def _serve_commands(asked: Question, fit: Fit) -> ServeCommands:
     config = asked.checkpoint.config
     recipe = model.recipe
     repo = parse_repo(asked.place)
-    scheme = nvfp4_scheme(config) if recipe is None else (recipe.layout, recipe.activations)
+    scheme = nvfp4_scheme(config)
+    if recipe is not None:
+        scheme = (recipe.layout, recipe.activations) if recipe.target == "nvfp4" else (None, None)
     place = asked.place if repo is None else repo.repo
     context = asked.context
     longest = max_positions(config)
@@ -177,7 +180,7 @@ def _serve_commands(asked: Question, fit: Fit) -> ServeCommands:
         kv_cache=asked.kv,
         utilization=None if asked.settings.utilization == UTILIZATION else asked.settings.utilization,
         revision=None if recipe is not None or repo is None else repo.revision,
-        has_fp8=has_fp8(config) if recipe is None else bool(recipe.fp8),
+        has_fp8=has_fp8(config) if recipe is None else recipe_has_fp8(recipe),
     )
     return {engine: serve_command(engine, deployment) for engine in ENGINE_NAMES}
 
@@ -323,7 +326,8 @@ def _show_model(name: str, model: Model) -> None:
 
 
 def fit_notes(fit: Fit) -> list[str]:
-    notes = [f"{fit.gpu.title}: {NVFP4_NOTES[fit.gpu.nvfp4]}"]
+    recipe = fit.model.recipe
+    notes = [f"{fit.gpu.title}: {NVFP4_NOTES[fit.gpu.nvfp4]}"] if recipe is None or recipe.target == "nvfp4" else []
     notes += [_DP_NOTE] if fit.layout.data_attention else []
     return notes + _general_notes(fit.settings)
 

@@ -111,9 +111,10 @@ def run(
     )
     if to_hub:
         bound_memory()
+    hub = Hub(notify=console.notifier(), warn=console.print_note, outages_pass=not dry_run)
     with (
         waiting(f"{'loading torch, ' if calibrate else ''}reading the headers of {source}") as waits,
-        open_job(options, hub=Hub(notify=console.notifier(), warn=console.print_note)) as job,
+        open_job(options, hub=hub) as job,
     ):
         waits.close()
         if device == "cuda" and not calibrate:

@@ -27,7 +27,8 @@ from k2convert.models import detect_family, parse_tensor_name
 from k2convert.models.config import FP8, find_quantization_config, key_of, kv_cache_form, max_positions, text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family, Role
 from k2convert.plan.plan import OutputTensor, check_family, converted_roles, projection_tensors
-from k2convert.plan.recipe import Recipe, load_recipe
+from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
+from k2convert.quantize.rules import RULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +242,10 @@ def read_model(checkpoint: Checkpoint, *, recipe: str | None = None) -> Model:
         raise FitError(f"{where}: no INT4 or MXFP4 source, so a recipe has nothing to convert. Leave out --recipe.")
     chosen = load_recipe(recipe or family.recipe) if is_source else None
     if chosen is not None:
+        text_comes_later = (
+            RULES[chosen.rule].needs_text or bool(chosen.smoothing) or "calibration" in chosen.model_fields_set
+        )
+        chosen = settle_recipe(chosen, has_text=text_comes_later)
         check_family(chosen, family, where=where)
     return read_result(tensors.values(), family=family, config=checkpoint.config, where=where, recipe=chosen)
 
@@ -252,5 +257,6 @@ def read_result(
     shape = read_shape(config, family=family, where=where)
     groups = weigh(tensors, family=family, recipe=recipe)
     _, quantization = find_quantization_config(config) or ("", {})
-    kv: ServedKvCache = "fp8" if kv_cache_form(quantization).endswith(FP8) else "bf16"
+    will_declare = recipe is not None and recipe.kv_cache is not None
+    kv: ServedKvCache = "fp8" if will_declare or kv_cache_form(quantization).endswith(FP8) else "bf16"
     return Model(family, shape, groups, recipe, kv)

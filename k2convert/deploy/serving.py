@@ -22,6 +22,7 @@ from k2convert.errors import PlanError
 from k2convert.models import find_family
 from k2convert.models.config import evaluate_shape, find_quantization_config, text_config
 from k2convert.models.names import Family, ModelCardFacts, tensor_sizes
+from k2convert.plan.recipe import Recipe
 
 if TYPE_CHECKING:
     from k2convert.deploy.gpus import Gpu, Nvfp4Kind
@@ -169,6 +170,11 @@ def has_fp8(config: Mapping[str, Any]) -> bool:
     """Return whether config.json declares FP8 weights beside NVFP4, as k2convert writes them."""
     _, quantization = find_quantization_config(config) or ("", {})
     return quantization.get("format") == MIXED_FORMAT
+
+
+def recipe_has_fp8(recipe: Recipe) -> bool:
+    """Return the same of what a recipe makes."""
+    return bool(recipe.fp8) and recipe.layout == "compressed-tensors"
 
 
 def nvfp4_scheme(config: Mapping[str, Any]) -> tuple[Layout, Activations] | tuple[None, None]:

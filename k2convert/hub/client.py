@@ -38,12 +38,14 @@ SCHEME = "hf://"
 FILE_SCHEME: Final = "file://"
 MAIN = "main"
 STALL_SECONDS = 60.0  # a connection without a byte for this long is broken; the library's client sets no limit
+ANSWER_SECONDS = 300.0  # the same while the Hub works on an answer, such as that to a commit
 NUM_ATTEMPTS = 6
 FIRST_RETRY_SECONDS = 1.0  # after the first failure; it doubles with each, up to MAX_RETRY_SECONDS, with jitter
 MAX_RETRY_SECONDS = 60.0
 PATIENCE_SECONDS = 3600.0  # how long an outage may last: answers of 5xx, refused and broken connections
 MAX_STREAMS = 4  # of hf_xet
 NUM_HEAPS = 4
+_LIBRARY: Final = "huggingface_hub"
 _BARS: Final = "huggingface_hub.utils.tqdm"
 _PIECE_BYTES: Final = 1 << 20
 _M_ARENA_MAX = -8  # glibc's malloc.h
@@ -165,6 +167,7 @@ class Hub:
         while True:
             try:
                 with explained(action), of_known_form(action):
+                    bound_requests()
                     return function()
             except HubRequestError as error:
                 pause = failures.pause_after(error)
@@ -233,6 +236,30 @@ class Hub:
         if end > begin:
             return self.call(f"fetch bytes {begin}-{end - 1} of {url}", fetch)
         return b""
+
+
+def bound_requests() -> None:
+    """Let the library's HTTP client give up a connection that nothing comes from: its own waits forever."""
+    from huggingface_hub.utils import get_session
+
+    get_session().timeout = (STALL_SECONDS, ANSWER_SECONDS, STALL_SECONDS, None)  # connect, read, write, pool
+
+
+def request_bounds() -> object:
+    """Return the timeout of the library's HTTP client, which `Hub.call` changes; None, its default, if not loaded."""
+    if _LIBRARY not in sys.modules:
+        return None
+    from huggingface_hub.utils import get_session
+
+    return get_session().timeout
+
+
+def restore_request_bounds(timeout: object) -> None:
+    """Put back what `request_bounds` returned."""
+    if _LIBRARY in sys.modules:
+        from huggingface_hub.utils import get_session
+
+        get_session().timeout = timeout  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def progress_bars() -> dict[str, bool]:

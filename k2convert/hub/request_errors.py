@@ -3,6 +3,7 @@
 What a server or the library says is printed without tokens: a proxy or a login page may repeat the request's headers.
 """
 
+import errno
 import json
 import logging
 import os
@@ -46,7 +47,19 @@ _NO_TOKEN_ADVICE = (  # hf_xet keeps the Hub's words to itself
     "The token may not write there, or the account has no room. Use a token with write access to that namespace. If it "
     f"has that: {_ROOM[0].lower()}{_ROOM[1:]}"
 )
-_FORBIDDEN = re.compile(r"\b(401|402|403)\b.*?(?:Forbidden|Unauthorized|Payment Required)", re.IGNORECASE | re.DOTALL)
+_REFUSED = re.compile(
+    r"\b(401|402|403)\b.*?(?:Forbidden|Unauthorized|Payment Required)|client error \((4\d\d)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+_BY_PROXY = re.compile(r"\s*4\d\d\b")  # how the error of a proxy begins that refuses to connect
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # hf_xet's words for an error of the system
+_OF_NETWORKS = frozenset(  # what the system says of connections, not of files
+    getattr(errno, f"E{name}")
+    for name in (
+        *("PIPE", "AGAIN", "INTR", "NETDOWN", "NETUNREACH", "NETRESET", "CONNABORTED", "CONNRESET", "NOTCONN"),
+        *("TIMEDOUT", "CONNREFUSED", "HOSTDOWN", "HOSTUNREACH", "ADDRNOTAVAIL"),
+    )
+)
 _PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 _SCHEMES = ("http", "https", "socks5", "socks5h")
@@ -173,13 +186,17 @@ def explain_transport(
     action: str, error: Exception, *, what: str = "the connection to the Hub failed"
 ) -> HubRequestError:
     """Return the error for a request without an answer of the Hub. hf_xet puts the status into the words of its own."""
-    forbidden = _FORBIDDEN.search(str(error))
-    if forbidden and type(error).__name__ != "ProxyError":
-        status = int(forbidden[1])
+    by_proxy = type(error).__name__ == "ProxyError"
+    refused = _REFUSED.search(str(error))
+    status = int(refused[1] or refused[2]) if refused and not by_proxy else None
+    if status is not None and status not in TRANSIENT_STATUS:
         reason = f"the Hub answered {status} ({cut(str(error))})"
-        advice = _advice(status, str(error))
+        advice = _advice(status, str(error)) or "Its answer says why; correct that first."
         return HubRequestError(f"could not {action}: {reason}. {advice}", reason=reason, status=status)
     reason = f"{what} ({type(error).__name__}: {error})"
+    if (of_system := _OS_ERROR.search(str(error))) and int(of_system[1]) not in _OF_NETWORKS:
+        advice = "Check the disk and its free space, then run the same command again to continue."
+        return HubRequestError(f"could not {action}: {reason}. {advice}", reason=reason)
     is_answered = isinstance(error, json.JSONDecodeError)
     if is_answered:
         reason = "the answer was not the Hub's; it may be from a proxy or a login page"
@@ -189,11 +206,12 @@ def explain_transport(
     is_certificate = "CERTIFICATE_VERIFY_FAILED" in str(error)
     if is_certificate:
         remedy = "Name the file of your network's certificates in SSL_CERT_FILE (REQUESTS_CA_BUNDLE is not read), then"
+    is_final = is_certificate or (by_proxy and _BY_PROXY.match(str(error)) is not None)
     return HubRequestError(
         f"could not {action}: {reason}. {remedy} run the same command again to continue.",
         reason=reason,
-        transient=not is_certificate,
-        is_outage=not is_certificate and not is_answered,
+        transient=not is_final,
+        is_outage=not is_final and not is_answered,
     )
 
 

@@ -207,6 +207,8 @@ class Pipeline:
                     self._stages.waits("upload", "commits")
                     names = uploads.commit()
                     self._stages.waits("upload", "")
+                    if self._stop.is_set():  # another run may use the copies by now
+                        return
                     for name in names:
                         self._stages.drop_output(name)
                     with self._changed:
@@ -220,7 +222,7 @@ class Pipeline:
         uploads.upload(item.name)
         with self._changed:
             self._num_uploading -= 1
-            must_commit = not self._is_committing and uploads.is_group_due()
+            must_commit = not self._is_committing and uploads.is_group_due() and not self._stop.is_set()
             if must_commit:
                 self._is_committing = True
             self._changed.notify_all()

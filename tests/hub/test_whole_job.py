@@ -12,6 +12,8 @@ import pytest
 from command import cli_environment
 
 from scripts.bench import whole
+from scripts.bench.whole_hub import read_sources
+from scripts.fixture_maker.headers import make_k2_thinking_headers
 from scripts.fixture_maker.inventory import K2_SHAPE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "job"))
@@ -25,7 +27,8 @@ MANY_SMALL = replace(
 
 @pytest.mark.slow
 def test_a_whole_job_needs_the_memory_that_the_dry_run_says(tmp_path: Path) -> None:
-    with whole.WholeHub(tmp_path / "hub", whole.SOURCE, *whole.make_source(MANY_SMALL)) as hub:
+    sources = read_sources(make_k2_thinking_headers(tmp_path / "source", shape=MANY_SMALL))
+    with whole.WholeHub(tmp_path / "hub", whole.SOURCE, sources) as hub:
         environment = cli_environment() | {"HF_ENDPOINT": hub.url, "HF_TOKEN": whole.TOKEN, "HF_HUB_DISABLE_XET": "1"}
         environment["HF_HOME"] = str(tmp_path / "home")
         command = [sys.executable, "-m", "k2convert", "run", f"hf://{whole.SOURCE}", f"hf://{whole.RESULT}", "--yes"]

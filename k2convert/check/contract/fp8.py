@@ -8,7 +8,7 @@ it in the middle of a block (KimiK3MergedQKVGateLinear in model_executor/layers/
 neighbors. Where all blocks of a column have one scale, these are the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -25,6 +25,7 @@ from k2convert.models.names import WEIGHT, WEIGHT_SCALE
 _LARGEST_FINITE: Final = 0x7E
 _LEAST_LARGEST: Final = 0x76  # 224: the largest weight under a scale of ours is more than that times it
 _LARGEST_SCALE: Final = 65504 / 448  # of a weight that F16 can hold; a reciprocal scale is larger
+_LEAST_SCALE: Final = 2.0**-126  # of a block of ours
 _SPLIT: Final = {"q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
 """The dimension by which tensor parallelism cuts linear layers of attention that engines do not pad."""
 
@@ -55,11 +56,14 @@ def loads_everywhere(result: Result, module: Module) -> bool:
 def fp8_problems(result: Result, module: Module, size: tuple[int, int] | None) -> dict[str, str]:
     """Return what is wrong with shapes and dtypes of an FP8 layer, by parameter. `size` is N and K in the source."""
     weight = module.parameters.get(WEIGHT)
-    if size is None and weight is not None and len(weight.shape) == 2:
-        size = (weight.shape[0], weight.shape[1])
-    if size is None:
-        return {}
-    expected = fp8_tensors(*size, has_blocks=result.family.has_fp8_blocks)
+    scales = {WEIGHT_SCALE} & module.parameters.keys()
+    if weight is None:
+        return dict.fromkeys(scales, "no weight has these scales")
+    if len(weight.shape) != 2 or 0 in weight.shape:
+        problem = f"{weight.dtype} {list(weight.shape)}, expected rows and columns"
+        return dict.fromkeys(scales, "the weight has another shape") | {WEIGHT: problem}
+    rows, columns = size or weight.shape
+    expected = fp8_tensors(rows, columns, has_blocks=result.family.has_fp8_blocks)
     if module.other_form:
         expected = expected[:1]  # the form of the others is known by their shapes
     problems = dict[str, str]()
@@ -70,9 +74,12 @@ def fp8_problems(result: Result, module: Module, size: tuple[int, int] | None) -
     return problems
 
 
-def count_unusable(result: Result, module: Module, tensor: TensorInfo, data: Bytes) -> int:
+def count_unusable(
+    result: Result, module: Module, tensor: TensorInfo, data: Bytes, *, read: Callable[[TensorInfo], Bytes]
+) -> int:
     """Return how many codes are NaN, or scales no positive numbers. In a result of ours: or scales are those of weights
-    beyond 65,504, or of blocks and no powers of two, or rows or blocks use less than half of their range.
+    beyond 65,504, or of blocks and no powers of two, or rows or blocks use less than half of their range, unless their
+    scale is the least there is. `read` gives the bytes of a tensor.
     """
     parameter = tensor.name.rpartition(".")[2]
     is_shared = has_partner(result, module)
@@ -96,7 +103,11 @@ def count_unusable(result: Result, module: Module, tensor: TensorInfo, data: Byt
     if module.fp8 == "blocks" and codes.size:
         starts = [range(0, size, FP8_BLOCK) for size in codes.shape]
         largest = np.maximum.reduceat(np.maximum.reduceat(codes, starts[0]), starts[1], axis=1)
-    return count + int(np.count_nonzero((largest > 0) & (largest < _LEAST_LARGEST)))
+    is_small = (largest > 0) & (largest < _LEAST_LARGEST)
+    scale = module.parameters.get(WEIGHT_SCALE)
+    if is_small.any() and module.fp8 == "blocks" and scale is not None and scale.num_bytes == 4 * is_small.size:
+        is_small &= fp8_scales(read(scale), scale, rows) > _LEAST_SCALE
+    return count + int(np.count_nonzero(is_small))
 
 
 def has_partner(result: Result, module: Module) -> bool:

@@ -125,7 +125,7 @@ def fp8_form(parameters: Mapping[str, TensorInfo]) -> Fp8Form:
     """Return what has one scale in an FP8 weight, by its headers; empty for any other weight, or other scales."""
     weight = parameters.get(WEIGHT)
     scale = parameters.get(WEIGHT_SCALE)
-    if weight is None or weight.dtype != "F8_E4M3" or len(weight.shape) != 2:
+    if weight is None or weight.dtype != "F8_E4M3" or len(weight.shape) != 2 or 0 in weight.shape:
         return ""
     if scale is None or scale.dtype not in CONVERTED_WHILE_LOADING:
         return ""

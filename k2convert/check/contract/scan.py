@@ -281,7 +281,7 @@ class _Scan:
             self.found.different[target.name] = self.found.different.get(target.name, 0) + changed
 
     def _check_fp8(self, target: _Target, module: Module, tensor: TensorInfo, data: Bytes) -> None:
-        if count := count_unusable(self.result, module, tensor, data):
+        if count := count_unusable(self.result, module, tensor, data, read=self.reader.read):
             self.found.invalid_scales[target.name] = count
         if target.parameter == WEIGHT and is_zero(data & np.uint8(LARGEST_FINITE + 1)):
             self.found.all_zero.add(module.name)
