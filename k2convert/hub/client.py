@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic as now
 from time import sleep
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from k2convert import __version__
@@ -239,27 +239,29 @@ class Hub:
 
 
 def bound_requests() -> None:
-    """Let the library's HTTP client give up a connection that nothing comes from: its own waits forever."""
+    """Let the library's HTTP client give up a connection that nothing comes from: its own requests wait forever."""
     from huggingface_hub.utils import get_session
 
-    get_session().timeout = (STALL_SECONDS, ANSWER_SECONDS, STALL_SECONDS, None)  # connect, read, write, pool
+    hooks = get_session().event_hooks["request"]
+    if _bound_request not in hooks:
+        hooks.append(_bound_request)
 
 
-def request_bounds() -> object:
-    """Return the timeout of the library's HTTP client, which `Hub.call` changes; None, its default, if not loaded."""
-    if _LIBRARY not in sys.modules:
-        return None
-    from huggingface_hub.utils import get_session
-
-    return get_session().timeout
+def _bound_request(request: Any) -> None:
+    """Set the limits that a request of httpx does not have."""
+    limits = {"connect": STALL_SECONDS, "read": ANSWER_SECONDS, "write": STALL_SECONDS}
+    given = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = given | {key: limit for key, limit in limits.items() if given.get(key) is None}
 
 
-def restore_request_bounds(timeout: object) -> None:
-    """Put back what `request_bounds` returned."""
+def unbound_requests() -> None:
+    """Put back what `bound_requests` changes."""
     if _LIBRARY in sys.modules:
         from huggingface_hub.utils import get_session
 
-        get_session().timeout = timeout  # pyright: ignore[reportAttributeAccessIssue]
+        hooks = get_session().event_hooks["request"]
+        if _bound_request in hooks:
+            hooks.remove(_bound_request)
 
 
 def progress_bars() -> dict[str, bool]:

@@ -53,13 +53,10 @@ _REFUSED = re.compile(
 )
 _BY_PROXY = re.compile(r"\s*4\d\d\b")  # how the error of a proxy begins that refuses to connect
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # hf_xet's words for an error of the system
-_OF_NETWORKS = frozenset(  # what the system says of connections, not of files
-    getattr(errno, f"E{name}")
-    for name in (
-        *("PIPE", "AGAIN", "INTR", "NETDOWN", "NETUNREACH", "NETRESET", "CONNABORTED", "CONNRESET", "NOTCONN"),
-        *("TIMEDOUT", "CONNREFUSED", "HOSTDOWN", "HOSTUNREACH", "ADDRNOTAVAIL"),
-    )
-)
+_OF_NETWORKS: Final = {  # what the system says of connections, not of files
+    *(errno.EPIPE, errno.EAGAIN, errno.EINTR, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.ECONNABORTED),
+    *(errno.ECONNRESET, errno.ENOTCONN, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+}
 _PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 _SCHEMES = ("http", "https", "socks5", "socks5h")

@@ -32,7 +32,7 @@ from k2convert.errors import (
     missing_module,
     require_extra,
 )
-from k2convert.hub.client import progress_bars, request_bounds, restore_progress_bars, restore_request_bounds
+from k2convert.hub.client import progress_bars, restore_progress_bars, unbound_requests
 from k2convert.machine import BUFFERS, POOL_BYTES, available_memory, num_cores
 from k2convert.plan.plan import Plan, ShardJob
 from k2convert.quantize.kernels import _cpu
@@ -200,7 +200,6 @@ class _Host:
     interval: float = 0.0
     threads: int | None = None
     bars: dict[str, bool] = field(default_factory=dict[str, bool])
-    bounds: object = None  # of requests
 
 
 _HOST: Final = _Host()
@@ -215,7 +214,6 @@ def restoring_process(*, uses_torch: bool = False) -> Generator[None]:
         if _HOST.num_calls == 0:
             _HOST.interval = sys.getswitchinterval()
             _HOST.bars = progress_bars()
-            _HOST.bounds = request_bounds()
             _HOST.threads = threads
         elif threads == 1:  # torch gives a new thread the number that another call chose
             threads = _HOST.threads
@@ -234,7 +232,7 @@ def restoring_process(*, uses_torch: bool = False) -> Generator[None]:
             if _HOST.num_calls == 0:
                 sys.setswitchinterval(_HOST.interval)
                 restore_progress_bars(_HOST.bars)
-                restore_request_bounds(_HOST.bounds)
+                unbound_requests()
                 BUFFERS.limit(POOL_BYTES)
                 BUFFERS.clear()
 

@@ -123,6 +123,24 @@ def test_a_wrong_number_is_found(fault: str, layer: str, mixed: Converted) -> No
     assert verdicts(alone) == ({4: Verdict.FAIL} if is_seen else {})
 
 
+SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "none": lambda _: None,
+    "flat": lambda codes: codes.reshape(-1),
+    "no rows": lambda codes: codes[:0],
+}
+
+
+@pytest.mark.parametrize("with_source", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_weight_of_another_shape_is_named(shape: str, with_source: bool, mixed: Converted) -> None:
+    """Its scales are right, and nothing is read of either."""
+    module = f"model.layers.1.{LAYERS[0]}"
+    change_tensor(mixed, f"{module}.weight", SHAPES[shape])
+    source = open_checkpoint(mixed.source) if with_source else None
+    report = validate_checkpoint(folder=mixed.folder, source=source).contract
+    assert 3 in {rule.number for rule in report.rules if rule.verdict is Verdict.FAIL}
+
+
 Q_A = "model.layers.1.self_attn.q_a_proj"
 KV_B = "model.layers.1.self_attn.kv_b_proj"
 
