@@ -20,12 +20,16 @@ from k2convert.hub.request_errors import HubRequestError, explain_transport
 REPO = "moon/tiny"
 
 
+def no_pause(_: float) -> None:
+    """Take no time."""
+
+
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between attempts, which take no time."""
     found: list[float] = []
     monkeypatch.setattr(client, "sleep", found.append)
-    monkeypatch.setattr(time, "sleep", lambda _: None)  # of the library, which has attempts of its own
+    monkeypatch.setattr(time, "sleep", no_pause)  # of the library, which has attempts of its own
     return found
 
 
