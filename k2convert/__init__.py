@@ -141,7 +141,7 @@ def convert(
                 max_disk=read_size("max_disk", max_disk),
                 private=private,
             ),
-            hub=Hub(),
+            hub=Hub(notify=listener.note, warn=listener.note),
         ) as job,
     ):
         if job.target is not None and job.is_published:
@@ -184,9 +184,10 @@ def validate(
         if source is None:
             raise ArgumentError("layers need the source.")
     listener = read_events(events)
+    hub = Hub(notify=listener.note, warn=listener.note)
     with (
         host_process(uses_torch=request is not None),
-        open_result_at(read_path("result", result), source=read_optional_path("source", source), hub=Hub()) as opened,
+        open_result_at(read_path("result", result), source=read_optional_path("source", source), hub=hub) as opened,
     ):
         if request is not None and opened.source is not None:
             if opened.shards.is_remote:
@@ -254,7 +255,7 @@ def evaluate(
                 any_text,
                 read_size("max_disk", max_disk),
             ),
-            hub=Hub(),
+            hub=Hub(notify=listener.note, warn=listener.note),
         ) as plan:
             return measure(plan, events=listener)
 

@@ -16,7 +16,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any, Final
 
 from k2convert import __version__
@@ -71,7 +72,7 @@ class NodeTask:
     target: Target | None
     shard_bytes: int
 
-    def run(self, *, cpus: int) -> ShardRecord:
+    def run(self, *, cpus: int, hub: Hub) -> ShardRecord:
         """Convert the shard on this machine with `cpus` threads; raises K2ConvertError."""
         uses_hub = self.remote is not None or self.target is not None
         resources.own_process()
@@ -86,28 +87,40 @@ class NodeTask:
             with node_folder(shard_bytes=self.shard_bytes) as folder:
                 if self.remote is not None:
                     for name in task.shard.source_shards:
-                        download_shard(Hub(), self.remote, name, target=folder / name, stop=Event())
+                        download_shard(hub, self.remote, name, target=folder / name, stop=Event())
                     task = replace(task, source_folder=folder)
                 if self.target is None:
                     return convert_shard(task, threads=threads)
                 task = replace(task, destination=folder / "result")
                 task.destination.mkdir()
                 record = check_for_upload(task, convert_shard(task, threads=threads))
-                branch = Branch(Hub(), self.target, branch_name(task.fingerprint))
+                branch = Branch(hub, self.target, branch_name(task.fingerprint))
                 assert record.sha256 is not None  # as it is written for upload
                 path = task.destination / record.shard
                 branch.send(Upload(record.shard, path, record.sha256, record.file_bytes))
                 return record
 
 
-def answer_on_node(data: bytes, *, cpus: int) -> bytes:
-    """Run a pickled NodeTask; returns the pickled record, or the expected error that stopped it."""
-    try:
-        return pickle.dumps(pickle.loads(data).run(cpus=cpus))
-    except InvalidCheckpointError as error:  # has an exit code of its own
-        return pickle.dumps(InvalidCheckpointError(str(error)))
-    except K2ConvertError as error:  # of any class: some have arguments of their own
-        return pickle.dumps(K2ConvertError(str(error)))
+def answers_on_node(data: bytes, *, cpus: int) -> Generator[str | bytes]:
+    """Run a pickled NodeTask; yields its notices, then the pickled record, or the expected error that stopped it."""
+    answers: SimpleQueue[str | bytes | BaseException] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(pickle.dumps(pickle.loads(data).run(cpus=cpus, hub=Hub(notify=answers.put))))
+        except InvalidCheckpointError as error:  # has an exit code of its own
+            answers.put(pickle.dumps(InvalidCheckpointError(str(error))))
+        except K2ConvertError as error:  # of any class: some have arguments of their own
+            answers.put(pickle.dumps(K2ConvertError(str(error))))
+        except BaseException as error:
+            answers.put(error)
+
+    Thread(target=work, daemon=True).start()
+    while isinstance(answer := answers.get(), str):
+        yield answer
+    if isinstance(answer, BaseException):
+        raise answer
+    yield answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +142,17 @@ class Cluster:
         """Run a pickled NodeTask on some node, again if its worker dies; return the node's name and its answer."""
         retries = 0
         while True:
-            task = self.remote_function.remote(data)
-            while not self.ray.wait([task], timeout=_POLL_SECONDS)[0]:
-                if stop.is_set():
-                    self.ray.cancel(task, force=True)
-                    raise InterruptedRun
+            answers = self.remote_function.remote(data)
             try:
-                return self.ray.get(task)
+                while True:
+                    while not self.ray.wait([answers], timeout=_POLL_SECONDS)[0]:
+                        if stop.is_set():
+                            self.ray.cancel(answers, force=True)
+                            raise InterruptedRun
+                    node, is_last, answer = self.ray.get(next(answers))
+                    if is_last:
+                        return node, answer
+                    events.note(f"node {node}: {answer}")
             except self.ray.exceptions.RayTaskError:  # an unexpected error in the task keeps its traceback
                 raise
             except self.ray.exceptions.RayError as error:
@@ -200,6 +217,7 @@ def connect(address: str) -> Generator[Cluster]:
     version = __version__
 
     def on_node(data: bytes) -> Any:  # sent by value: a node may have another k2convert, or none
+        """Yield the node's name, whether this is the last answer, and the answer."""
         from importlib import import_module
 
         ray: Any = import_module("ray")
@@ -207,12 +225,15 @@ def connect(address: str) -> Generator[Cluster]:
         try:
             from k2convert import __version__ as found
         except ImportError:
-            return node, "no k2convert"
+            yield node, True, "no k2convert"
+            return
         if found != version:
-            return node, f"k2convert {found}"
-        from k2convert.job.ray import answer_on_node
+            yield node, True, f"k2convert {found}"
+            return
+        from k2convert.job.ray import answers_on_node
 
-        return node, answer_on_node(data, cpus=cpus)
+        for answer in answers_on_node(data, cpus=cpus):
+            yield node, isinstance(answer, bytes), answer
 
     try:
         cpus = min(_CPUS_PER_SHARD, max(_offers(ray), default=0)) or _CPUS_PER_SHARD

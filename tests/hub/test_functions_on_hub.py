@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import Fault
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from loopback import LoopbackHub
 
@@ -32,6 +33,24 @@ def test_private_is_the_default(tiny_hub: LoopbackHub, cwd: Path, monkeypatch: p
     assert not tiny_hub.store.repos["me/open"].private
     with pytest.raises(HubError, match="is public, but a private repository was requested"):
         k2convert.convert("hf://moon/tiny", "hf://me/open")
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_program_is_told_of_an_outage(tiny_hub: LoopbackHub, tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    class Listener(k2convert.Events):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    for function, paths in (
+        (k2convert.convert, ("hf://moon/tiny", tmp_path / "out")),
+        (k2convert.validate, (tmp_path / "out", "hf://moon/tiny")),
+    ):
+        tiny_hub.traffic.inject(Fault("GET", "/api/models/moon/tiny"))
+        notes.clear()
+        function(*paths, events=Listener())
+        assert any("503" in note and "trying again in" in note for note in notes), (function, notes)
 
 
 @pytest.fixture

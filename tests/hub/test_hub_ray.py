@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import RunCli, start_cli
+from faults import Fault
 from loopback import LoopbackHub
 from published import JOB, assert_published
 from ray_nodes import Nodes
@@ -75,3 +76,17 @@ def test_nodes_fetch_convert_and_send_whoever_dies(
     for path in local_result.glob("*.safetensors"):
         assert (cwd / "shared" / path.name).read_bytes() == path.read_bytes()
     assert set(temporary.glob("k2convert-*")) <= left, "nodes keep nothing"
+
+
+@pytest.mark.slow
+def test_what_a_node_says_of_an_outage_is_shown(
+    tiny_hub: LoopbackHub, cwd: Path, nodes: Nodes, temporary: Path
+) -> None:
+    tiny_hub.traffic.bytes_per_second = 1_000_000.0
+    with start(cwd, nodes) as driver:
+        downloading(driver, temporary, nodes)
+        tiny_hub.traffic.inject(Fault("GET", r"\.safetensors$", times=2))
+        tiny_hub.traffic.bytes_per_second = None
+        _, said = driver.communicate(timeout=120)
+    assert driver.returncode == 0, said
+    assert re.search(r"node \S+ \(\w+\): model-\S+: .*503.*; trying again in ", said)
