@@ -266,26 +266,29 @@ NOT_BY_DOWNLOAD: Cases = {
 }
 
 
-def quick_first(cases: Cases, number: int) -> list[Any]:
-    return [
-        pytest.param(*case, id=name, marks=pytest.mark.slow if i >= number else ())
-        for i, (name, case) in enumerate(cases.items())
-    ]
+def cases(of: Cases) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("damage", "words"), of.values(), ids=of)
 
 
-@pytest.mark.parametrize(("damage", "words"), quick_first(SHARDS, 10))
+@pytest.mark.quick(10)
+@cases(SHARDS)
 def test_a_damaged_shard_is_named(damage: Damage, words: list[str], refuse_at_once: Refuse) -> None:
     assert SHARD in refuse_at_once(damage, words)
 
 
-@pytest.mark.parametrize(("damage", "words"), [*quick_first(FILES, 8), *quick_first(TENSORS, 10)])
-def test_files_and_tensors_that_do_not_fit_are_refused(
-    damage: Damage, words: list[str], refuse_at_once: Refuse
-) -> None:
+@pytest.mark.quick(8)
+@cases(FILES)
+def test_files_that_do_not_fit_are_refused(damage: Damage, words: list[str], refuse_at_once: Refuse) -> None:
     refuse_at_once(damage, words)
 
 
-@pytest.mark.parametrize(("damage", "words"), NOT_BY_DOWNLOAD.values(), ids=NOT_BY_DOWNLOAD)
+@pytest.mark.quick(10)
+@cases(TENSORS)
+def test_tensors_that_do_not_fit_are_refused(damage: Damage, words: list[str], refuse_at_once: Refuse) -> None:
+    refuse_at_once(damage, words)
+
+
+@cases(NOT_BY_DOWNLOAD)
 def test_no_download_is_advised_that_would_not_help(damage: Damage, words: list[str], refuse_at_once: Refuse) -> None:
     assert "hf download" not in refuse_at_once(damage, words)
 
@@ -309,7 +312,8 @@ VALUES: Cases = {
 }
 
 
-@pytest.mark.parametrize(("damage", "words"), VALUES.values(), ids=VALUES)
+@pytest.mark.quick(2)
+@cases(VALUES)
 def test_values_found_bad_on_the_way_leave_no_half_shard_and_the_whole_ones(
     damage: Damage, words: list[str], tiny: Path, source: Path, dest: Path, refuse: Refuse
 ) -> None:

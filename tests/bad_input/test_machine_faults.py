@@ -82,6 +82,7 @@ def test_what_cannot_be_looked_at_is_one_line_and_nothing_changes(
     assert {path: path.stat().st_mtime_ns for path in converted.glob("*.safetensors")} == before
 
 
+@pytest.mark.slow
 def test_a_lock_that_cannot_be_written_is_one_line_and_a_note(k2_shaped: Path, tmp_path: Path, call: Call) -> None:
     out = tmp_path / "out"
     fault = {"FAIL_CALL": "ftruncate", "FAIL_NAME": "/lock", "FAIL_ERRNO": errno.EIO}
@@ -124,7 +125,7 @@ def test_without_flock_a_file_is_the_lock(number: int, k2_shaped: Path, tmp_path
     assert_one_line(call("run", k2_shaped, out, **fault), "process 1 on elsewhere", f"remove {part}")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
 def test_a_file_system_that_syncs_no_folders_is_used(number: int, k2_shaped: Path, tmp_path: Path, call: Call) -> None:
     fault = {"FAIL_CALL": "fsync", "FAIL_NAME": "", "FAIL_ERRNO": number}
@@ -133,7 +134,7 @@ def test_a_file_system_that_syncs_no_folders_is_used(number: int, k2_shaped: Pat
     assert_one_line(call("run", k2_shaped, tmp_path / "other", **(fault | {"FAIL_ERRNO": errno.EIO})), "other")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("verb", "number"), [("run", 0), ("run", 3), ("validate", 0), ("validate", 1)])
 def test_no_more_threads(verb: str, number: int, k2_shaped: Path, tmp_path: Path, result: Path, call: Call) -> None:
     done = call(*([verb, k2_shaped, tmp_path / "out"] if verb == "run" else [verb, result]), FAIL_THREADS=number)
@@ -146,7 +147,7 @@ def test_no_more_memory_is_one_line(k2_shaped: Path, tmp_path: Path, call: Call)
     assert_one_line(done, "run the same command again")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("words", ["run --help", "--version", "recipes", "inspect SOURCE", "inspect SOURCE --json"])
 def test_standard_output_without_room_is_one_line(words: str, k2_shaped: Path) -> None:
     words = f"{shlex.join(command())} {words.replace('SOURCE', shlex.quote(str(k2_shaped)))}"
@@ -158,9 +159,9 @@ def test_standard_output_without_room_is_one_line(words: str, k2_shaped: Path) -
     assert not closed.stderr or closed.stderr.startswith("next: ")
 
 
-def test_any_name_of_a_destination_is_printed_on_any_stream(k2_shaped: Path, tmp_path: Path) -> None:
+def test_any_name_of_a_destination_is_printed_on_any_stream(small: Path, tmp_path: Path) -> None:
     out = tmp_path / os.fsdecode(b"[/] [bold]caf\xe9 caf\xc3\xa9")
-    verbs = [["run", k2_shaped, out], ["validate", out, "--json"], ["validate", out]]
+    verbs = [["run", small, out], ["validate", out, "--json"], ["validate", out]]
     for words in verbs:
         environment = os.environ | {"PYTHONIOENCODING": "ascii"}
         done = subprocess.run(command(*words), capture_output=True, check=False, env=environment)

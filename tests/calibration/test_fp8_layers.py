@@ -47,7 +47,7 @@ def test_the_pass_computes_the_fp8_layers_that_evaluate_computes(cut: Path, mixe
         assert torch.equal(read_mlp(in_pass, module)(hidden), read_mlp(of_result, module)(hidden))
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("roles", [("attention",), ROLES], ids=str)
 def test_a_calibrated_result_with_fp8_passes(roles: tuple[str, ...], cut: Path, text: Path, tmp_path: Path) -> None:
     texts = text_of(cut, [text])

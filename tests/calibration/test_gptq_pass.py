@@ -251,7 +251,7 @@ def test_files_instead_of_memory_change_no_byte_and_are_gone(
     assert files_of(passed(conversion_work(tmp_path / "memory"), planned(cut, ids, workers=2))) == in_files
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["few", "one token", "repeated"])
 def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path, case: str) -> None:
     """Tokens that say little about the weights: on other tokens the layer is close to rule `mse`, or better."""
@@ -321,6 +321,7 @@ def test_shared_experts_and_the_dense_mlp_lose_less_than_by_mse(cut: Path, tiny_
         torch.testing.assert_close(lacking, residual, rtol=2.0**-8, atol=1e-5 * float(exact.abs().max()))
 
 
+@pytest.mark.slow
 def test_experts_are_the_same_with_and_without_another_layers_role(cut: Path, tmp_path: Path) -> None:
     """Gate and up of the experts have the damped Hessian of the same input, whatever else the recipe converts."""
     ids = windows_of(cut, tokens=512, window=64)

@@ -76,6 +76,7 @@ def test_a_cast_changes_no_token(kind: str, computed_in: str, evaluations: dict[
     assert figures.perplexity == figures.reference_perplexity
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
@@ -110,6 +111,7 @@ def test_figures_by_the_logits_of_moonshots_code(
     assert usual.divergence.mean == pytest.approx(found.divergence.mean, abs=found.divergence.standard_error)
 
 
+@pytest.mark.slow
 def test_it_is_shown_as_that_of_kimi_k2(k3_lively: Path, results: dict[str, Path], ids: Path) -> None:
     folder = results["modelopt"]
     words = ("--tokens", WINDOWS * LENGTH, "--window", LENGTH, "--device", "cpu", "--activations", "both")

@@ -110,9 +110,8 @@ PUBLISHED: dict[str, tuple[Callable[[], float], float, float]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "source", [pytest.param(name, marks=pytest.mark.slow if "K3" in name else ()) for name in PUBLISHED]
-)
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("source", PUBLISHED)
 def test_figures_are_the_published_ones(source: str) -> None:
     computed, published, tolerance = PUBLISHED[source]
     assert computed() == pytest.approx(published, rel=tolerance, abs=0)

@@ -48,6 +48,7 @@ def test_only_the_rest_is_fetched(
     assert result(cwd / "out") == result(local_result)
 
 
+@pytest.mark.slow
 def test_the_cache_alone_is_enough_without_a_network(
     tiny_hub: LoopbackHub, cache: Path, local_result: Path, text: Path, cli: RunCli, cwd: Path
 ) -> None:

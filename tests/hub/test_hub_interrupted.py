@@ -122,7 +122,7 @@ OUTAGES = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("when", OUTAGES)
 @pytest.mark.usefixtures("without_xet", "hub")
 def test_an_outage_of_ten_minutes_is_waited_for(

@@ -53,6 +53,7 @@ def assert_completed(card: str) -> None:
     assert "license_name" not in fields
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("places", ["folder", "repository", "both"])
 def test_a_card_by_hand_stays(server: LoopbackHub, cli: RunCli, out: Path, places: str) -> None:
     """That of the folder replaces that of the repository, and this is said."""

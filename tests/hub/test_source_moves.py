@@ -48,7 +48,7 @@ def verbs(place: str) -> list[tuple[str, ...]]:
     return table
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["out", "hf://me/out"])
 def test_small_files_that_moved_are_named_and_taken_over(
     place: str, upstream: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +98,7 @@ def test_small_files_that_moved_are_named_and_taken_over(
         assert ours == fresh
 
 
+@pytest.mark.slow
 def test_without_the_work_folder_a_repository_is_compared_by_its_ledger(
     upstream: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +189,7 @@ def failed_rules(done: subprocess.CompletedProcess[str]) -> set[int]:
     return {rule["number"] for rule in document["contract"]["rules"] if rule["verdict"] == "fail"}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_the_result_still_fail_after_the_source_has_moved(
     fault: str, upstream: LoopbackHub, cli: RunCli, cwd: Path
@@ -219,6 +220,7 @@ FIELDS: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_folder_whose_small_files_change_is_taken_over(
     name: str, tiny: Path, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch

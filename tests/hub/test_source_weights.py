@@ -65,6 +65,7 @@ def test_other_weights_are_no_verdict_and_every_remedy_works(
         assert f"moon/tiny does not have the commit {first[:7]} any more" in refused
 
 
+@pytest.mark.slow
 def test_a_repository_is_judged_by_its_work_folder(upstream: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path) -> None:
     """It knows a source in a folder. Without it nobody does, and the failure says that the source may have changed."""
     source = Path(shutil.copytree(tiny, cwd / "source"))
@@ -136,6 +137,7 @@ def test_a_faulty_result_still_fails_while_its_source_is_the_same(
     cli("publish", "out", "--repo", "me/copy", "--yes", "--source", SOURCE, code=3)
 
 
+@pytest.mark.slow
 def test_publish_goes_on_after_a_force_push(upstream: LoopbackHub, cli: RunCli) -> None:
     """As validate and report do: main is read instead."""
     cli("run", SOURCE, "out", code=0)
@@ -171,7 +173,7 @@ def test_an_evaluation_against_other_weights_says_so(
     assert "is not at" not in shown
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_without_the_work_folder_no_weights_are_replaced(
     is_gone: bool, upstream: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path, tmp_path: Path
@@ -198,7 +200,7 @@ def test_a_result_in_place_of_the_source_is_named(local_result: Path, cli: RunCl
     assert "its weights are NVFP4, so it is not the source" in refused
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("field", "value"), [("n_routed_experts", 8), ("num_hidden_layers", 3), ("model_type", "llama")]
 )
@@ -248,6 +250,7 @@ def test_a_gone_repository_leaves_the_check_of_the_result_alone(upstream: Loopba
     follow(cli, refused)
 
 
+@pytest.mark.slow
 def test_what_a_result_does_not_have_makes_no_commit(upstream: LoopbackHub, cli: RunCli) -> None:
     """A new model card changes nothing. What the index says beside the places of tensors is kept, so it is said."""
     job = ("run", f"{SOURCE}@main", "hf://me/out", "--yes", "--quiet")

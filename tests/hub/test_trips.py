@@ -166,13 +166,6 @@ def assert_arrived(trip: Trip, server: LoopbackHub, cli: RunCli, local: Path, jo
     assert json.loads(document)["passed"]
 
 
-def quick_first(trips: dict[str, Trip], number: int) -> list[Any]:
-    return [
-        pytest.param(trip, id=name, marks=pytest.mark.slow if i >= number else ())
-        for i, (name, trip) in enumerate(trips.items())
-    ]
-
-
 def hashed_again(path: Path) -> str:
     raise AssertionError(f"{path} has a known sha256, which the Hub compares")
 
@@ -182,7 +175,8 @@ def states(folder: Path) -> list[tuple[str, int]]:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("trip", quick_first(DIRECT, 2))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("trip", DIRECT.values(), ids=DIRECT)
 def test_a_run_to_the_hub_gives_the_bytes_of_a_run_between_folders(
     trip: Trip, prepare: Prepare, server: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +230,8 @@ def test_a_run_to_the_hub_gives_the_bytes_of_a_run_between_folders(
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("trip", quick_first(THROUGH_A_FOLDER, 1))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("trip", THROUGH_A_FOLDER.values(), ids=THROUGH_A_FOLDER)
 def test_a_run_from_the_hub_into_a_folder_that_is_published_gives_these_bytes_too(
     trip: Trip, prepare: Prepare, server: LoopbackHub, cli: RunCli, cwd: Path
 ) -> None:

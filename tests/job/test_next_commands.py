@@ -54,6 +54,7 @@ def test_from_inspect_to_serving(follow: Callable[..., list[str]], k2_shaped: Pa
     assert follow("report", "DEST", "--source", name) == [f"k2convert publish DEST --repo owner/name --source {quoted}"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "flipped, with its time"])
 def test_a_failed_validation_names_the_command_that_mends_the_result(
     damage: str, run_cli: RunCli, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +91,7 @@ def test_a_report_without_ledger_asks_status(
     assert follow("report", "records") == [""]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [b"caf\xc3\xa9 s", b"caf\xe9's", b"a\\ b\nc"])
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_a_command_can_be_pasted_from_any_terminal(name: bytes, encoding: str, k2_shaped: Path, tmp_path: Path) -> None:

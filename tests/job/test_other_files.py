@@ -81,7 +81,7 @@ REFUSED: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_an_engine_reads_or_the_job_writes_is_named(name: str, small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from command import run, run_here
 from forked_runs import finish, send, start
 from results import contents
@@ -34,6 +35,7 @@ def test_three_parts_and_a_last_run_give_the_same_bytes(tiny: Path, whole: dict[
     assert {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")} == before
 
 
+@pytest.mark.slow
 def test_overlapping_parts_and_a_killed_one_do_no_harm(tiny: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "out"
     killed = start("run", tiny, out, "--part", "1/1")
@@ -53,6 +55,7 @@ def test_overlapping_parts_and_a_killed_one_do_no_harm(tiny: Path, whole: dict[s
     assert contents(out) == whole
 
 
+@pytest.mark.slow
 def test_what_a_part_killed_at_its_start_leaves_is_removed_by_the_run(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     code = (
@@ -80,6 +83,7 @@ def test_a_part_converts_nothing_again_and_parts_of_another_job_are_refused(smal
     assert len(list(out.glob("*.safetensors"))) == 3
 
 
+@pytest.mark.slow
 def test_parts_and_a_whole_run_wait_for_each_other(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run("run", small, out, "--part", "1/2") == 0
@@ -102,6 +106,7 @@ def test_what_no_part_can_do_is_refused(small: Path, tmp_path: Path) -> None:
     assert "--part needs folders" in refused.stderr
 
 
+@pytest.mark.slow
 def test_an_array_of_tasks_with_the_same_command_does_all_parts(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     paths = f"{Path(sys.executable).parent}:/usr/bin:/bin"

@@ -34,7 +34,7 @@ def placed(kind: str, source: Path, folder: Path) -> Path:
     return PLACES[kind](source, folder)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_conversions_are_the_same(kind: str, small: Path, finished: Path, tmp_path: Path) -> None:
     source = placed(kind, small, tmp_path / "place")
     out = tmp_path / "out"
@@ -51,7 +51,7 @@ def test_conversions_are_the_same(kind: str, small: Path, finished: Path, tmp_pa
         assert str(shown[0]).replace(str(source), str(small)) == str(shown[1])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 def test_layer_passes_are_the_same(kind: str, short: Path, text: Path, passed: Path, tmp_path: Path) -> None:
     source = placed(kind, short, tmp_path / "place")
     assert files_of_passes(source, text, tmp_path) == files_of_passes(short, text, passed)

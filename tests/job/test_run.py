@@ -68,7 +68,7 @@ def test_max_is_the_libraries(name: str, more: tuple[str, ...], request: pytest.
         assert (native / path.name).read_bytes() == (reference / path.name).read_bytes()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [*zip(SOURCES, ("modelopt", "compressed-tensors") * 5, strict=False), ("tiny", "compressed-tensors")],

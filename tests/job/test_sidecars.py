@@ -134,7 +134,7 @@ DAMAGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_an_engine_lacks_is_said(
     damage: Callable[[Path], str], source: Path, tmp_path: Path, run_cli: RunCli

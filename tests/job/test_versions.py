@@ -27,6 +27,7 @@ def run(version: str, *words: str | Path, arithmetic: int = 0) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_only_a_version_with_the_same_arithmetic_continues_a_job(cut: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run("0.1.7", "run", cut, out, "--device", "cpu").returncode == 0

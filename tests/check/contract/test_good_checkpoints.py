@@ -28,6 +28,7 @@ def test_every_rule_passes(good: Converted) -> None:
     assert (report.layout, report.activations) == (good.kind.layout, good.kind.activations)
 
 
+@pytest.mark.quick(4)
 def test_without_a_source_the_rules_that_need_one_say_so(good: Converted) -> None:
     report = check(good.folder)
     skipped = {rule.number: rule.note for rule in report.rules if rule.verdict is Verdict.SKIPPED}

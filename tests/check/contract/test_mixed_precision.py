@@ -107,7 +107,7 @@ VALUES = {
 LAYERS = ["self_attn.kv_a_proj_with_mqa", "mlp.shared_experts.down_proj"]
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("fault", VALUES)
 def test_a_wrong_number_is_found(fault: str, layer: str, mixed: Converted) -> None:
@@ -130,6 +130,7 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("with_source", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_weight_of_another_shape_is_named(shape: str, with_source: bool, mixed: Converted) -> None:

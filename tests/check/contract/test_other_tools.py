@@ -152,7 +152,7 @@ def another(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", RECAST)
 def test_numbers_that_engines_convert_while_loading_are_compared_after_rounding(
     name: str, convert: Callable[[Kind], Converted], tmp_path: Path
@@ -210,7 +210,7 @@ SCALES = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scales_of_a_cache_are_judged_as_engines_use_them(
     dtype: torch.dtype, convert: Callable[[Kind], Converted], tmp_path: Path

@@ -124,6 +124,7 @@ def test_a_device_that_rounds_as_the_cpu_does_passes() -> None:
     check_kernel(DeviceKernel(ReferencePanels()), "cpu")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["one scale of a row", "changes that are not told"])
 def test_a_device_with_other_answers_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "to", lambda self, *_, **__: self)  # a tensor that is sent to a device stays
