@@ -6,6 +6,7 @@ because it is a bug of k2convert.
 """
 
 import errno
+import math
 import os
 import re
 import shlex
@@ -226,6 +227,13 @@ def counted(count: int, noun: str) -> str:
 def exact_zero(value: float) -> str:
     """Return five decimal places, and "0" for nothing but zero."""
     return f"{value:.5f}" if value else "0"
+
+
+def format_decibels(value: float) -> str:
+    """Return "22.62 dB", or a word for an infinite ratio, and for one that is no number."""
+    if math.isfinite(value):
+        return f"{value:.2f} dB"
+    return "exact" if value > 0 else "broken"
 
 
 def check_disk(what: str, *, needed: int, allowed: int, remedy: str) -> None:

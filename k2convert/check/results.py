@@ -78,6 +78,12 @@ class RuleResult:
     offenders: tuple[Offender, ...]
     note: str
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Number, verdict, count and title, as the row of a table."""
+        title = f"{self.title} ({self.note})" if self.note else self.title
+        return str(self.number), str(self.verdict), f"{self.count:,}" if self.count else "", title
+
 
 @dataclass(slots=True)
 class Findings:

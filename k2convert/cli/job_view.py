@@ -32,9 +32,9 @@ from k2convert.cli.needs import (
 )
 from k2convert.cli.options import typed_command
 from k2convert.cli.progress import Display, waiting
-from k2convert.errors import HubError, UnservableError, counted, exact_zero, format_bytes
+from k2convert.errors import HubError, UnservableError, counted, exact_zero, format_bytes, format_decibels
 from k2convert.hub.branch import branch_name
-from k2convert.hub.client import MAIN, Hub
+from k2convert.hub.client import Hub
 from k2convert.hub.request_errors import redacted
 from k2convert.job.locations import Destination
 from k2convert.job.prepare import Job, check_job_memory, check_room, memory_bytes
@@ -60,17 +60,6 @@ _NOT_BEGUN: Final = "no conversion has begun. The same command starts it"
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedShard:
-    """A shard of the result: its tensors, the bytes that are read and written for it."""
-
-    name: str
-    tensors: int
-    bytes_in: int
-    bytes_out: int
-    finished: bool
-
-
-@dataclass(frozen=True, slots=True)
 class JobPlan:
     """Plan of a job, and its needs. The fields from `work_folder` to `notices` are of jobs with the Hub."""
 
@@ -87,7 +76,7 @@ class JobPlan:
     disk_needed: int
     disk_free: int
     exclude_modules: list[str]
-    shards: list[PlannedShard]
+    shards: list[dict[str, Any]]
     bytes_to_read: int
     bytes_to_write: int
     minutes_at_1_gb_s: int
@@ -101,23 +90,6 @@ class JobPlan:
     memory_available: int | None = None
     calibration: dict[str, object] | None = None
     cluster: dict[str, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    """Result of a job: the shards of the result and their error, by role. `repo` and `commit` are where it went."""
-
-    destination: str
-    shards: int
-    resumed_shards: int
-    seconds: float
-    tensor_bytes_out: int
-    totals: dict[str, dict[str, Any]]
-    warnings: list[str]
-    below_budget: dict[str, Any] | None
-    repo: str | None
-    commit: str | None
-    contract: dict[str, Any] | None
 
 
 def show_notices(job: Job, source: str) -> None:
@@ -251,35 +223,36 @@ def _show_outcome(job: Job, outcome: Outcome, source: str, *, seconds: float) ->
     recipe = job.plan.recipe
     totals = outcome.totals
     missed = below_budget(outcome.records.values(), recipe)
-    contract = None if outcome.validation is None else outcome.validation.contract
-    result = JobResult(
-        destination=str(job.destination if job.uses_hub else job.destination.folder),
-        shards=len(job.plan.jobs),
-        resumed_shards=len(job.finished),
-        seconds=round(seconds, 3),
-        tensor_bytes_out=job.plan.data_bytes,
-        totals={role: metrics_document(metrics) for role, metrics in totals.items()},
-        warnings=doubts(outcome.records.values()),
-        below_budget={"tensor_sqnr_db": recipe.budget.tensor_sqnr_db, "tensors": missed} if missed else None,
-        repo=job.destination.repo,
-        commit=outcome.commit,
-        contract=None
-        if contract is None
-        else {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed},
-    )
+    warnings = doubts(outcome.records.values())
+    document: dict[str, Any] = {
+        "destination": str(job.destination if job.uses_hub else job.destination.folder),
+        "shards": len(job.plan.jobs),
+        "resumed_shards": len(job.finished),
+        "seconds": round(seconds, 3),
+        "tensor_bytes_out": job.plan.data_bytes,
+        "totals": {role: metrics_document(metrics) for role, metrics in totals.items()},
+        "warnings": warnings,
+        "below_budget": {"tensor_sqnr_db": recipe.budget.tensor_sqnr_db, "tensors": missed} if missed else None,
+        "repo": job.destination.repo,
+        "commit": outcome.commit,
+        "contract": None,
+    }
     views: list[str | Callable[[], None]] = []
     if outcome.calibrated is not None:
         views.append(partial(show_outputs, outcome.calibrated, job.gptq))
     views.append(partial(_show_run, job, totals, seconds))
-    views += [partial(console.print_note, f"warning: {warning}") for warning in result.warnings]
-    if contract is not None:
+    views += [partial(console.print_note, f"warning: {warning}") for warning in warnings]
+    if outcome.validation is not None:
+        contract = outcome.validation.contract
+        rules = {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}
+        document["contract"] = rules
         views.append(contract.summary)
     is_evaluated = is_there(job.destination.folder / EVALUATION_NAME)
     if recipe.target == "nvfp4" and not is_evaluated:
         views.append(partial(console.print_note, f"`{_evaluation_command(job, source)}` measures the whole model"))
     if outcome.commit is not None:
         views.append(partial(show_commit, job.hub, job.destination, outcome.commit))
-    console.show(result, *views)
+    console.show(document, *views)
     if outcome.commit is None and recipe.target == "nvfp4":
         given = () if job.uses_hub else ("--source", source)
         console.print_next(console.command("k2convert", "validate", job.destination.folder, *given))
@@ -314,7 +287,13 @@ def _plan(job: Job, source: str) -> JobPlan:
         disk_free=limits.disk_free,
         exclude_modules=list(plan.excludes),
         shards=[
-            PlannedShard(shard.name, shard.num_outputs, shard.bytes_in, shard.data_bytes, shard.name in job.finished)
+            {
+                "name": shard.name,
+                "tensors": shard.num_outputs,
+                "bytes_in": shard.bytes_in,
+                "bytes_out": shard.data_bytes,
+                "finished": shard.name in job.finished,
+            }
             for shard in plan.jobs
         ],
         bytes_to_read=bytes_in,
@@ -336,7 +315,7 @@ def _show_plan(job: Job, plan: JobPlan) -> None:
         f"{plan.source} ({plan.family}) -> {plan.destination}: {recipe.name}, {recipe.target}, "
         f"rule {recipe.rule}, layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}{fp8}"
     )
-    num_done = len([shard for shard in plan.shards if shard.finished])
+    num_done = sum(shard.name in job.finished for shard in job.plan.jobs)
     print_line(f"{counted(len(plan.shards), 'shard')}, {num_done} done")
     rows = [
         (
@@ -386,7 +365,7 @@ def _show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> 
         (
             role,
             f"{m.num_weights:,}",
-            f"{m.sqnr_db:.2f} dB" if math.isfinite(m.sqnr_db) else "exact",
+            format_decibels(m.sqnr_db),
             exact_zero(m.relative_mse),
             f"{m.achieved_to_max:.3f}" if math.isfinite(m.achieved_to_max) else "",
         )
@@ -407,12 +386,9 @@ def _show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> 
 def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
     from k2convert.cli.validation_view import print_serve
 
-    revision = None
-    if destination.revision != MAIN:
-        revision = destination.revision
+    revision = destination.version
     branch = "" if revision is None else f", branch {revision},"
     print_line(f"{redacted(hub.endpoint)}/{destination.repo}{branch} at commit {commit}")
-
     print_serve(str(destination.repo), folder=destination.folder, revision=revision)
 
 

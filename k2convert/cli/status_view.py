@@ -146,8 +146,14 @@ def _line(command: JobCommand | None) -> str | None:
     return None if command is None else command.line(here=str(Path.cwd()))
 
 
+def _word(*, running: bool, complete: bool = False) -> str:
+    if running:
+        return "running"
+    return "complete" if complete else "not finished"
+
+
 def _show_evaluation(status: EvaluationStatus) -> None:
-    word = "running" if status.running else "not finished"
+    word = _word(running=status.running)
     amount = f"{status.finished_layers} of {status.layers} layers, {status.tokens:,} tokens at most"
     console.print_line(f"{status.destination}: evaluation {word}: {amount}")
     if status.progress is not None:
@@ -202,11 +208,7 @@ def _show_copy(folder: Path) -> None:
         "finished_bytes": num_bytes,
         "resume": None if is_complete else command,
     }
-    word = "not finished"
-    if is_complete:
-        word = "complete"
-    elif is_running:
-        word = "running"
+    word = _word(running=is_running, complete=is_complete)
     console.show(document, f"{folder}: pruned copy {word}: {counted(len(shards), 'shard')}, {format_bytes(num_bytes)}")
     if is_complete:
         place = folder.resolve() if folder.name in ("", "..") else folder
@@ -253,15 +255,11 @@ def _job_status(
 def _show_state(status: JobStatus) -> None:
     folder = Path(status.destination)
     progress = status.progress
-    word = "not finished"
-    if status.running:
-        word = "running"
-    elif status.complete:
-        word = "complete"
+    word = _word(running=status.running, complete=status.complete)
     shards = f"{status.destination}: {word}: {status.finished_shards} of {counted(status.shards, 'shard')}"
     if progress is None:
         shards += f", {format_bytes(status.finished_bytes)} of {format_bytes(status.bytes)}"
-        if word == "not finished" and not status.pending:
+        if not (status.running or status.complete or status.pending):
             shards += "; index and config.json are missing"
     console.print_line(shards)
     if progress is not None:

@@ -1,6 +1,5 @@
 """A validation as tables: the contract, weight error, certificate, layers, and the command that serves the result."""
 
-import math
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from k2convert.check.results import (
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME
 from k2convert.cli.console import print_line, print_next, print_table, print_verdict, show
-from k2convert.errors import exact_zero
+from k2convert.errors import exact_zero, format_decibels
 from k2convert.models import family_of
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.ledger import find_ledger, shown_totals
@@ -31,7 +30,7 @@ def show_validation(report: ValidationReport) -> None:
 def _show_tables(report: ValidationReport) -> None:
     _show_contract(report.contract)
     if report.weights is not None:
-        _show_weights("weight error, decoded from the written bytes", report.weights)
+        _show_weights(report.weights)
     if report.layers is not None:
         _show_layers(report.layers)
     if report.layers_skipped:
@@ -40,12 +39,9 @@ def _show_tables(report: ValidationReport) -> None:
 
 
 def _show_contract(contract: ContractReport) -> None:
-    rows = [
-        (str(r.number), r.verdict, f"{r.count:,}" if r.count else "", f"{r.title} ({r.note})" if r.note else r.title)
-        for r in contract.rules
-    ]
     title = f"servable contract: {contract.folder} ({contract.layout}, {contract.activations})"
-    print_table(title, ("rule", "verdict", "count", "what must hold"), rows, left=(0, 1, 3))
+    columns = ("rule", "verdict", "count", "what must hold")
+    print_table(title, columns, [rule.cells for rule in contract.rules], left=(0, 1, 3))
     for rule in contract.rules:
         for offender in rule.offenders:
             print_line(f"rule {rule.number} {rule.verdict}: {offender.name}: {offender.problem}")
@@ -59,17 +55,12 @@ def _error_row(label: str, error: WeightMetrics) -> tuple[str, ...]:
     steps = ""
     if error.max_error_steps is not None:
         steps = f"{error.max_error_steps:.2f}"
-    plain = "zero" if error.is_zero else _decibels(error.sqnr_db)
+    plain = "zero" if error.is_zero else format_decibels(error.sqnr_db)
     return label, f"{error.num_weights:,}", plain, exact_zero(error.relative_mse), steps, changed
 
 
-def _decibels(sqnr: float) -> str:
-    if math.isfinite(sqnr):
-        return f"{sqnr:.2f} dB"
-    return "exact" if sqnr > 0 else "broken"
-
-
-def _show_weights(title: str, weights: WeightsReport) -> None:
+def _show_weights(weights: WeightsReport) -> None:
+    title = "weight error, decoded from the written bytes"
     totals = weights.totals()
     if not totals:
         print_line(f"{title}: no weight could be measured")
@@ -113,9 +104,9 @@ def _show_layers(report: LayersReport) -> None:
         (
             str(layer.layer),
             label,
-            _decibels(error.sqnr_db),
+            format_decibels(error.sqnr_db),
             f"{error.cosine:.6f}",
-            f"{error.worst_expert} ({_decibels(error.worst_expert_sqnr_db)})",
+            f"{error.worst_expert} ({format_decibels(error.worst_expert_sqnr_db)})",
         )
         for layer in report.layers
         for variant, label in labels(found).items()

@@ -67,10 +67,15 @@ class Destination:
     repo: str | None = None
     revision: str = MAIN
 
+    @property
+    def version(self) -> str | None:
+        """The branch, if it is not main."""
+        return None if self.revision == MAIN else self.revision
+
     def __str__(self) -> str:
         if self.repo is None:
             return str(self.folder)
-        return str(RepoRef(self.repo, None if self.revision == MAIN else self.revision))
+        return str(RepoRef(self.repo, self.version))
 
 
 @contextmanager

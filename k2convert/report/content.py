@@ -12,14 +12,14 @@ from typing import Final
 
 from k2convert.check.results import ValidationReport, Verdict, WeightsReport
 from k2convert.deploy.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, fewest_holders, gigabytes
-from k2convert.errors import counted, exact_zero, quoted, shortened
+from k2convert.errors import counted, exact_zero, format_decibels, quoted, shortened
 from k2convert.models.source_formats import NVFP4_BITS
 from k2convert.plan.recipe import Recipe
 from k2convert.records.calibration import CalibrationRecord, LayerCalibration
 from k2convert.records.evaluation import Evaluation, EvaluationRow, WorstToken
 from k2convert.records.ledger import TOTAL, shown_totals
 from k2convert.report.figures import Report
-from k2convert.report.wording import Figure, Section, Table, decibels, joined, last_part, percent, with_error
+from k2convert.report.wording import Figure, Section, Table, joined, last_part, percent, with_error
 
 _ROLE_NAMES: Final = {
     "experts": "routed experts",
@@ -51,13 +51,14 @@ def headline(report: Report) -> tuple[Figure, ...]:
     form = "NVFP4 " if report.ledger.recipe.fp8 else ""
     error = exact_zero(total.relative_mse)
     detail = f"of {total.num_weights:,} {form}weights against the exact source; relative error {error}"
-    figures.append(Figure(decibels(total.sqnr_db), "SQNR", detail))
+    figures.append(Figure(format_decibels(total.sqnr_db), "SQNR", detail))
     if total.sampled_error_max > 0 and total.squared_error > 0 and report.rule != "max":
         detail = "max calibration is the usual recipe"
         figures.append(Figure(f"{total.achieved_to_max:.3f}", "of the squared error of max", detail))
     if report.worst and total.squared_error > 0:
         worst = report.worst[0]
-        figures.append(Figure(decibels(worst.sqnr_db), "worst tensor", worst.place or "of all converted tensors"))
+        detail = worst.place or "of all converted tensors"
+        figures.append(Figure(format_decibels(worst.sqnr_db), "worst tensor", detail))
     if total.num_codes and total.recoverable_codes is not None:
         share = percent(total.recoverable_codes, total.num_codes)
         detail = "if the result is rounded to the source's INT4 grid"
@@ -313,7 +314,8 @@ def _weight_errors(report: Report) -> Section:
             continue
         to_max = f"{m.achieved_to_max:.3f}" if m.sampled_error_max > 0 else ""
         changed = percent(m.num_nonzero - m.equal_nonzero, m.num_nonzero)
-        row = (role_name(role), f"{m.num_weights:,}", decibels(m.sqnr_db), exact_zero(m.relative_mse), to_max, changed)
+        sqnr = format_decibels(m.sqnr_db)
+        row = (role_name(role), f"{m.num_weights:,}", sqnr, exact_zero(m.relative_mse), to_max, changed)
         if has_proof:
             row = (*row, f"{m.lossless_tensors or 0:,} of {counted(m.cast_tensors or 0, 'tensor')}")
         rows.append(row)
@@ -330,8 +332,8 @@ def _worst_tensors(report: Report) -> Section:
     rows = [
         (
             f"{t.place}: {t.module}" if t.place else t.module,
-            decibels(t.sqnr_db),
-            "" if t.sqnr_max_db is None else decibels(t.sqnr_max_db),
+            format_decibels(t.sqnr_db),
+            "" if t.sqnr_max_db is None else format_decibels(t.sqnr_max_db),
             "" if t.max_error_steps is None else f"{t.max_error_steps:.2f}",
             f"{100 * t.changed_share:.1f} %",
         )
@@ -345,18 +347,9 @@ def _contract(validation: ValidationReport) -> Section:
     """Return the rules of the contract with what breaks them, and what was compared with the source."""
     rules = validation.contract.rules
     offenders = [(str(rule.number), each.name, each.problem) for rule in rules for each in rule.offenders]
-    rows = [
-        (
-            str(rule.number),
-            str(rule.verdict),
-            f"{rule.count:,}" if rule.count else "",
-            f"{rule.title} ({rule.note})" if rule.note else rule.title,
-        )
-        for rule in rules
-    ]
     tables = [Table(("rule", "where", "problem"), offenders, words=(1, 2))] if offenders else []
     columns = ("rule", "verdict", "count", "requirement")
-    tables.append(Table(columns, rows, words=(1, 3), summary=f"Rules ({len(rows)})"))
+    tables.append(Table(columns, [rule.cells for rule in rules], words=(1, 3), summary=f"Rules ({len(rules)})"))
     sentences = [validation.contract.summary]
     if validation.weights is not None:
         sentences += _compared_sentences(validation.weights)

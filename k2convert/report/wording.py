@@ -43,15 +43,6 @@ class Section:
     tables: Sequence[Table] = ()
 
 
-def decibels(value: float | None) -> str:
-    """Return "22.62 dB", or a word for an infinite ratio; None is what JSON documents have for one."""
-    if value is None:
-        return "not finite"
-    if math.isfinite(value):
-        return f"{value:.2f} dB"
-    return "exact" if value > 0 else "broken"
-
-
 def percent(part: int, whole: int) -> str:
     """Return a share; "0 %" and "100 %" only if the share is exactly that, "" if there is no whole."""
     if not whole:

@@ -317,7 +317,7 @@ class Windows:
 
 
 def read_windows(
-    files: Sequence[Path], *, tokenizer: Path | None, vocab_size: int, tokens: int, window: int, seed: int
+    files: Sequence[Path], *, tokenizer: Path, vocab_size: int, tokens: int, window: int, seed: int
 ) -> Windows:
     """Draw `tokens // window` windows from texts and token ids.
 
@@ -337,11 +337,6 @@ def read_windows(
         if path.suffix.lower() == ".npy":
             readers[path] = read_array
     if texts := [path for path in files if path not in readers]:
-        if tokenizer is None:
-            raise CalibrationError(
-                f"{texts[0]}: text needs the model's tokenizer. Pass --tokenizer with a folder or repository of "
-                "the checkpoint, or token ids (.npy) instead of text."
-            )
         model = open_tokenizer(tokenizer)
         if model.num_ids > vocab_size:
             raise CalibrationError(

@@ -122,9 +122,7 @@ def test_a_large_text_is_read_in_sections_that_lose_nothing(
     for name, expected in (("a.txt", plain.encode()), ("a.jsonl", "".join(lines).encode())):
         found = read(tmp_path / name, folder=folder, tokens=len(expected), window=len(expected))
         assert bytes(found.ids[0].astype(np.uint8)) == expected
-    assert read(tmp_path / "a.npy", folder=None, tokens=5000, window=5000).ids.tolist() == [
-        (np.arange(5000) % BYTES).tolist()
-    ]
+    assert read(tmp_path / "a.npy", tokens=5000, window=5000).ids.tolist() == [(np.arange(5000) % BYTES).tolist()]
     few = read(tmp_path / "a.txt", folder=folder, tokens=30, window=10)
     assert few.ids.shape == (3, 10)
 
