@@ -177,27 +177,27 @@ def validate(
     from k2convert.job.host_process import host_process, read_events, read_layers, read_optional_path, read_path
     from k2convert.job.results import open_result_at
 
-    request = None
+    request = numbers = None
     if layers is not None:
-        request = LayersRequest(read_layers(layers), None, tokens=256)
+        numbers = read_layers(layers)
         require_extra("torch", purpose="layers")
         if source is None:
             raise ArgumentError("layers need the source.")
     listener = read_events(events)
     hub = Hub(notify=listener.note, warn=listener.note)
     with (
-        host_process(uses_torch=request is not None),
+        host_process(uses_torch=numbers is not None),
         open_result_at(read_path("result", result), source=read_optional_path("source", source), hub=hub) as opened,
     ):
-        if request is not None and opened.source is not None:
+        if numbers is not None and opened.source is not None:
             if opened.shards.is_remote:
                 raise ArgumentError(f"{LAYERS_OF_FOLDERS}.")
             from k2convert.check.reference_layers import check_layers_exist
             from k2convert.models import read_architecture
 
-            numbers = request.layers or read_architecture(opened.source).moe_layers
-            request = LayersRequest(numbers, None, request.tokens)
+            numbers = numbers or read_architecture(opened.source).moe_layers
             check_layers_exist(opened.source, numbers)
+            request = LayersRequest(numbers, None, tokens=256)
         return opened.validate(layers=request, events=listener)
 
 
@@ -297,8 +297,8 @@ def fit(
     from k2convert.job.host_process import host_process, read_optional_path, read_path
     from k2convert.job.locations import open_checkpoint_at
 
-    check_number("context", context, least=1)
-    check_number("requests", requests, least=1)
+    check_number("context", context)
+    check_number("requests", requests)
     if gpu is not None and type(gpu) is not str:
         raise ArgumentError(f"gpu {quoted(gpu)}: expected a name such as 'b200', or a memory such as '96GB'.")
     gpus = GPUS.values() if gpu is None else (find_gpu(gpu),)

@@ -184,10 +184,10 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ArgumentError(f"{name} {quoted(value)}: expected {' or '.join(allowed)}.")
 
 
-def check_number(name: str, value: object, *, least: int) -> None:
-    """Refuse what is not a whole number from `least` on; raises ArgumentError."""
-    if type(value) is not int or value < least:
-        raise ArgumentError(f"{name} {quoted(value)}: expected a whole number, {least} or more.")
+def check_number(name: str, value: object) -> None:
+    """Refuse what is not a whole number from 1 on; raises ArgumentError."""
+    if type(value) is not int or value < 1:
+        raise ArgumentError(f"{name} {quoted(value)}: expected a whole number, 1 or more.")
 
 
 def check_flags(**values: object) -> None:
@@ -259,7 +259,7 @@ def read_size(name: str, given: object) -> int | None:
         return None
     if isinstance(given, str):
         return parse_size(given)
-    check_number(name, given, least=1)
+    check_number(name, given)
     return int(str(given))
 
 

@@ -66,7 +66,7 @@ from k2convert.errors import (
 from k2convert.job.locations import check_destination, refuse_symlinks
 from k2convert.job.resources import free_bytes
 from k2convert.models import detect_family, parse_tensor_names
-from k2convert.models.config import EXPERTS_KEY, key_of, text_config
+from k2convert.models.config import EXPERTS_KEY, key_of, stated_count, text_config
 from k2convert.models.names import Architecture, Family, Role, TensorName
 from k2convert.models.projections import SOURCE_REMEDY, check_model, check_source_form
 from k2convert.records.command import JobCommand, keep_command
@@ -240,15 +240,15 @@ def _pruned(
     layer = parts.layer
     if layer is None or layer not in numbers:
         return PrunedTensor(tensor, tensor.name)
-    if parts.role is Role.EXPERTS and parts.expert is not None:
-        new = numbers[layer].get(parts.expert)
-        if new is None:
-            return None
-        stem = family.experts.format(layer=layer)
-        return PrunedTensor(tensor, f"{stem}.{new}" + tensor.name[len(f"{stem}.{parts.expert}") :])
     if parts.role is Role.ROUTER:
         return PrunedTensor(tensor, tensor.name, tuple(numbers[layer]))
-    return PrunedTensor(tensor, tensor.name)
+    if parts.role is not Role.EXPERTS or parts.expert is None:
+        return PrunedTensor(tensor, tensor.name)
+    new = numbers[layer].get(parts.expert)
+    if new is None:
+        return None
+    stem = family.experts.format(layer=layer)
+    return PrunedTensor(tensor, f"{stem}.{new}" + tensor.name[len(f"{stem}.{parts.expert}") :])
 
 
 def _write_shard(path: Path, shard: PrunedShard, reader: ShardReader, events: Events) -> None:
@@ -385,20 +385,19 @@ def check_kept(kept: KeptExperts, architecture: Architecture, config: Mapping[st
                 f"layer {layer} keeps {len(experts)} experts, but layer {layers[0]} keeps {count}. Keep the same "
                 "number in every layer: engines need that."
             )
-    top_k = _count(config, "num_experts_per_tok")
+    top_k = stated_count(config, "num_experts_per_tok") or 1
     if count < top_k:
         raise PlanError(
             f"keeps {counted(count, 'expert')} per layer, but each token uses {top_k} "
             f"({key_of(config, 'num_experts_per_tok')}). Keep at least {top_k}."
         )
-    _check_groups(kept, count, total, config)
+    _check_groups(kept, count, top_k, total, config)
 
 
-def _check_groups(kept: KeptExperts, count: int, total: int, config: Mapping[str, Any]) -> None:
+def _check_groups(kept: KeptExperts, count: int, top_k: int, total: int, config: Mapping[str, Any]) -> None:
     """Refuse groups that would not be the source's, or that hold fewer experts than a token uses (PlanError)."""
-    top_k = _count(config, "num_experts_per_tok")
-    num_groups = _count(config, "n_group")
-    used_groups = _count(config, "topk_group")
+    num_groups = stated_count(config, "n_group") or 1
+    used_groups = stated_count(config, "topk_group") or 1
     if num_groups == 1:
         return
     if total % num_groups or count % num_groups:
@@ -420,10 +419,3 @@ def _check_groups(kept: KeptExperts, count: int, total: int, config: Mapping[str
             f"{new_size} experts of each group are kept, so {used_groups} groups (topk_group) hold fewer than the "
             f"{top_k} that each token uses. Keep more."
         )
-
-
-def _count(config: Mapping[str, Any], key: str) -> int:
-    value = text_config(config).get(key_of(config, key))
-    if isinstance(value, int) and value > 0:
-        return value
-    return 1

@@ -91,10 +91,6 @@ class CalibrationPlan:
         """The other windows."""
         return self.layer_pass.text.windows.ids.shape[0] - self.held_out_windows
 
-    def last_layer(self, shard: str) -> int:
-        """Return the last layer that an output shard waits for, -1 if it waits for none."""
-        return self.needs[shard].last
-
 
 def plan_calibration(
     text: PassText,

@@ -45,7 +45,7 @@ from k2convert.check.certified_fp8 import (
     block_scales,
     check_decoded,
     check_fp8,
-    expect_shape,
+    expect_scales,
     is_known,
     largest_of_all,
     largest_of_columns,
@@ -277,7 +277,7 @@ class Certificate:
         stored = self.written.get(f"{module}.weight_scale")
         if claimed is not None:
             grid = (-(-rows // FP8_BLOCK), 1, -(-columns // FP8_BLOCK), 1)
-            expect_shape("weight_scale", stored, grid if self.claim.layout == "modelopt" else (rows, 1))
+            expect_scales(stored, grid if self.claim.layout == "modelopt" else (rows, 1))
         scales = read_scales(stored, rows, columns)
         energy = error = 0.0
         for part in scales.parts(self._rows(module, -(-rows // scales.rows)), rows, columns):

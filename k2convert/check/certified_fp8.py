@@ -128,6 +128,6 @@ def block_scales(largest: F64) -> F64:
     return np.where(largest > 0, powers, 1.0)
 
 
-def expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def expect_scales(tensor: Tensor, shape: tuple[int, ...]) -> None:
     is_right = (tensor.dtype, tensor.shape) == ("F32", shape)
-    expect(is_right, f"{name} is {tensor.dtype} {list(tensor.shape)}, not F32 {list(shape)}")
+    expect(is_right, f"weight_scale is {tensor.dtype} {list(tensor.shape)}, not F32 {list(shape)}")

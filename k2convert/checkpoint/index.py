@@ -83,8 +83,8 @@ class Checkpoint:
         return self.folder / shard
 
 
-def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_header) -> Checkpoint:
-    """Read config, index and headers of a folder; `read` opens shards that lie elsewhere. Raises CheckpointError."""
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read config, index and headers of a folder; raises CheckpointError."""
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "no such folder"
         raise CheckpointError(f"{folder}: {problem}. Pass the folder that holds {CONFIG_NAME} and the shards.")
@@ -102,7 +102,11 @@ def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_
         )
     present = [path.name for path in list_folder(folder) if path.name.endswith(SHARD_SUFFIX)]
     return build_checkpoint(
-        folder=folder, config_text=config_text, index=index, present=present, load=lambda shard: read(folder / shard)
+        folder=folder,
+        config_text=config_text,
+        index=index,
+        present=present,
+        load=lambda shard: read_header(folder / shard),
     )
 
 

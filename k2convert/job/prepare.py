@@ -266,7 +266,7 @@ def prepare(
             text, source, hub=hub, identity=description.identity, work=conversion_work(folder), shards=plan.jobs
         )
         calibrated = _recorded_calibration(folder, description)
-        items = tuple(sorted(items, key=lambda item, plan=calibration: plan.last_layer(item.name)))
+        items = tuple(sorted(items, key=lambda item, plan=calibration: plan.needs[item.name].last))
     target, card = _check_target(items, source, destination, private=options.private, hub=hub)
     is_done = False
     if target is not None:

@@ -70,7 +70,7 @@ def open_threads(workers: int, *, num_converting: int | None = None) -> Generato
 def choose_workers(requested: int | None) -> int:
     """Return how many shards to convert at a time: as requested, else by cores and memory."""
     if requested is not None:
-        check_number("workers", requested, least=1)
+        check_number("workers", requested)
     by_memory = available_memory() // WORKER_BYTES
     return requested or max(min(num_cores() // CORES_PER_WORKER, MAX_WORKERS, by_memory), 1)
 

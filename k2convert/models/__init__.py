@@ -152,11 +152,10 @@ def parse_tensor_name(name: str, *, family: Family) -> TensorName:
     return _named(module, parameter, place)
 
 
-def _named(module: str, parameter: str, place: ModulePlace | TensorName) -> TensorName:
+def _named(module: str, parameter: str, place: ModulePlace) -> TensorName:
+    own = place.role, place.layer, place.expert, place.projection
     # Interned: the tensors of a module have one string for its name.
-    return TensorName(
-        sys.intern(module), sys.intern(parameter), place.role, place.layer, place.expert, place.projection
-    )
+    return TensorName(*own, module=sys.intern(module), parameter=sys.intern(parameter))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +166,7 @@ class TensorNames(Mapping[str, TensorName]):
     """
 
     names: Mapping[str, object]
-    place_of: Callable[[str], ModulePlace | TensorName | None]
+    place_of: Callable[[str], ModulePlace | None]
 
     def __getitem__(self, name: str) -> TensorName:
         module, _, parameter = name.rpartition(".")

@@ -188,12 +188,17 @@ def check_bounds(config: Mapping[str, Any], where: str) -> None:
                 )
 
 
-def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens the model was made for at most, None if the config does not say."""
-    value = text_config(config).get("max_position_embeddings")
+def stated_count(config: Mapping[str, Any], field: str) -> int | None:
+    """Return a count of the language model, None if the config does not say. `field` has DeepSeek-V3's name."""
+    value = text_config(config).get(key_of(config, field))
     if isinstance(value, int) and value > 0:
         return value
     return None
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens the model was made for at most, None if the config does not say."""
+    return stated_count(config, "max_position_embeddings")
 
 
 def find_quantization_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:

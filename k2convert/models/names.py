@@ -51,16 +51,12 @@ class ModulePlace:
     projection: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TensorName:
-    """A tensor name taken apart."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorName(ModulePlace):
+    """A tensor name taken apart: its module, where that is in the model, and what is behind the module's name."""
 
     module: str
     parameter: str
-    role: Role
-    layer: int | None = None
-    expert: int | None = None
-    projection: str | None = None
 
     @property
     def sharing_key(self) -> str:
@@ -226,7 +222,7 @@ class Family:
     def becomes_fp8(self, module: str, roles: Sequence[str]) -> bool:
         """The same by the name of a module, whose weight must have two dimensions."""
         place = self.classify(module)
-        return place is not None and self.takes_fp8(TensorName(module, WEIGHT, place.role), roles)
+        return place is not None and self.takes_fp8(TensorName(place.role, module=module, parameter=WEIGHT), roles)
 
     def fp8_partner(self, module: str) -> str | None:
         """Return the module that shares its scales of blocks with this one, if the model has it; None: no module."""
@@ -264,7 +260,7 @@ class ColumnScaling:
     is_divided: bool
 
 
-def reads_norm(module: ModulePlace | TensorName) -> bool:
+def reads_norm(module: ModulePlace) -> bool:
     """Return whether a module of a MoE layer reads the output of the norm before the MLP."""
     return module.role is Role.ROUTER or (module.role in _READERS and module.projection in ("gate", "up"))
 

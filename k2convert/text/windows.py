@@ -33,7 +33,7 @@ from k2convert.checkpoint.files import PIECE_BYTES, file_digest, parse_json_obje
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, counted, cut, quoted
 from k2convert.models import read_architecture
-from k2convert.models.config import key_of, text_config
+from k2convert.models.config import stated_count
 from k2convert.records.evaluation import EvaluationText
 from k2convert.text.tokenizers import ChatTemplate, Tokenizer, open_tokenizer
 
@@ -268,10 +268,7 @@ _MOST_TOKENS: Final = 1 << 20  # no config asks for more by default
 
 def experts_per_token(source: Checkpoint) -> int:
     """Return how many experts a token chooses, 1 if the config does not say."""
-    value = text_config(source.config).get(key_of(source.config, "num_experts_per_tok"))
-    if isinstance(value, int) and value > 0:
-        return value
-    return 1
+    return stated_count(source.config, "num_experts_per_tok") or 1
 
 
 def default_tokens(source: Checkpoint, *, window: int) -> int:

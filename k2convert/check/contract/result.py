@@ -89,7 +89,7 @@ class Scaling:
         change = column_scaling(parts, family=family)
         return change is not None and self._of_layer(change.layer) is not None
 
-    def of_weight(self, parts: ModulePlace | TensorName) -> Exponents | None:
+    def of_weight(self, parts: ModulePlace) -> Exponents | None:
         """Return a [K]: the weight of this module is over 2**a, whatever its format. None: unchanged."""
         if reads_norm(parts):
             return self._of_layer(parts.layer)
@@ -384,7 +384,7 @@ def _from_headers(
         tensors.setdefault(renamed.get(name, name), tensor)  # K3's million names would take 116 MB again
     places: dict[str, TensorName] = {}
 
-    def place_of(module: str) -> ModulePlace | TensorName | None:
+    def place_of(module: str) -> ModulePlace | None:
         return places.get(module) or family.classify(module)
 
     parameters: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
