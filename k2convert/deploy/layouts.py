@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
 
-from k2convert.deploy.model import ModelShape
+from k2convert.choices import FP8_BLOCK
+from k2convert.deploy.model import ModelShape, cuts_no_block
 from k2convert.errors import FitError
 from k2convert.models.names import tensor_sizes
 
@@ -49,6 +50,8 @@ def check_layout(layout: Parallelism, shape: ModelShape) -> None:
         sizes = ""
         if shape.tensor_sizes:
             sizes = f" and be one of {', '.join(map(str, shape.tensor_sizes))}"
+        if not cuts_no_block(shape.fp8_sizes, layout.tensor):
+            sizes += f" and cut no FP8 block of {FP8_BLOCK} x {FP8_BLOCK} weights"
         reason = f"it must divide the {shape.num_heads} attention heads{sizes}"
         _check("tp", layout.tensor, _tensor_sizes(shape), reason)
     choices = _expert_sizes(layout.tensor, shape)
@@ -71,7 +74,8 @@ def check_layout(layout: Parallelism, shape: ModelShape) -> None:
 
 
 def _tensor_sizes(shape: ModelShape) -> list[int]:
-    return tensor_sizes(_divisors(shape.num_heads), shape.num_heads, shape.tensor_sizes)
+    sizes = tensor_sizes(_divisors(shape.num_heads), shape.num_heads, shape.tensor_sizes)
+    return [n for n in sizes if cuts_no_block(shape.fp8_sizes, n)]
 
 
 def _expert_sizes(tensor: int, shape: ModelShape) -> list[int]:

@@ -13,6 +13,7 @@ Kimi-K2.5 (`scripts/fixtures k2.5-headers`) that takes a third of the time of fi
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -21,10 +22,19 @@ from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts.layout import fp8_tensors
-from k2convert.choices import ServedKvCache
+from k2convert.checkpoint.layouts.modelopt import FP8_BLOCKS
+from k2convert.choices import FP8_BLOCK, ServedKvCache
 from k2convert.errors import FitError, PlanError, quoted
 from k2convert.models import detect_family, parse_tensor_name
-from k2convert.models.config import FP8, find_quantization_config, key_of, kv_cache_form, max_positions, text_config
+from k2convert.models.config import (
+    FP8,
+    evaluate_shape,
+    find_quantization_config,
+    key_of,
+    kv_cache_form,
+    max_positions,
+    text_config,
+)
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family, Role
 from k2convert.plan.plan import OutputTensor, check_family, converted_roles, projection_tensors
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
@@ -39,6 +49,7 @@ class ModelShape:
     `max_context` is None if config.json does not say.
     `linear_layers` are layers of linear attention, which have no KV cache. A request keeps `state_bytes` in each.
     `tensor_sizes` are the sizes of tensor parallelism that engines accept; empty: all that divide the heads.
+    `fp8_sizes` are sizes of weights in FP8 blocks that tensor parallelism cuts, and may cut only between blocks.
     """
 
     num_layers: int
@@ -52,6 +63,7 @@ class ModelShape:
     linear_layers: frozenset[int] = frozenset()
     state_bytes: int = 0
     tensor_sizes: tuple[int, ...] = ()
+    fp8_sizes: tuple[int, ...] = ()
 
     def kv_layers(self, layers: Container[int] | None = None) -> int:
         """Return how many of some layers (None: of all) have a KV cache."""
@@ -59,8 +71,11 @@ class ModelShape:
         return sum(layers is None or i in layers for i in cached)
 
 
-def read_shape(config: Mapping[str, Any], *, family: Family, where: str) -> ModelShape:
-    """Read config.json; raises PlanError for damaged counts, FitError if the attention is neither MLA nor KDA."""
+def read_shape(config: Mapping[str, Any], *, family: Family, where: str, becomes_fp8: bool = False) -> ModelShape:
+    """Read config.json. Attention whose weights a recipe stores in FP8 blocks `becomes_fp8`.
+
+    Raises PlanError for damaged counts, FitError if the attention is neither MLA nor KDA.
+    """
     counts = family.read_architecture(config, where)
     text = text_config(config)
     size = partial(_size, text, where=where)
@@ -91,7 +106,33 @@ def read_shape(config: Mapping[str, Any], *, family: Family, where: str) -> Mode
         linear_layers=layers,
         state_bytes=state_bytes,
         tensor_sizes=family.tensor_parallel_sizes,
+        fp8_sizes=fp8_sizes(config, becomes_fp8=becomes_fp8),
     )
+
+
+_CUT: Final = (
+    "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)",
+    "num_attention_heads * (qk_nope_head_dim + v_head_dim)",
+    "num_attention_heads * v_head_dim",
+    "linear_attn_config.num_heads * linear_attn_config.head_dim",
+)
+"""Sizes of linear layers of attention that tensor parallelism cuts, and that engines do not pad to whole FP8 blocks."""
+
+
+def fp8_sizes(config: Mapping[str, Any], *, becomes_fp8: bool) -> tuple[int, ...]:
+    """Return the sizes of attention's weights that tensor parallelism cuts, if they are FP8 in blocks, or become it."""
+    _, quantization = find_quantization_config(config) or ("", {})
+    stated = mapping_or_empty(quantization.get("quantized_layers")).values()
+    if not becomes_fp8 and all(mapping_or_empty(layer).get("quant_algo") != FP8_BLOCKS for layer in stated):
+        return ()
+    with suppress(PlanError):  # a field is no number: other messages say so
+        return tuple(size for sizes in _CUT for size in evaluate_shape(sizes, config, "") or ())
+    return ()
+
+
+def cuts_no_block(sizes: Iterable[int], num_gpus: int) -> bool:
+    """Return whether tensor parallelism over so many GPUs leaves the FP8 blocks of these sizes whole."""
+    return all(size % (FP8_BLOCK * num_gpus) == 0 for size in sizes)
 
 
 def _size(fields: Mapping[str, Any], key: str, *, where: str, default: int | None = None) -> int:
@@ -254,7 +295,8 @@ def read_result(
     tensors: Iterable[Tensor], *, family: Family, config: Mapping[str, Any], where: str, recipe: Recipe | None = None
 ) -> Model:
     """Weigh a result by the tensors of its shards, which need not be here; raises as `read_model` does."""
-    shape = read_shape(config, family=family, where=where)
+    becomes_fp8 = recipe is not None and Role.ATTENTION in recipe.fp8 and family.has_fp8_blocks
+    shape = read_shape(config, family=family, where=where, becomes_fp8=becomes_fp8)
     groups = weigh(tensors, family=family, recipe=recipe)
     _, quantization = find_quantization_config(config) or ("", {})
     will_declare = recipe is not None and recipe.kv_cache is not None

@@ -7,20 +7,17 @@ option names it.
 
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.compressed_tensors import MIXED_FORMAT
-from k2convert.checkpoint.layouts.modelopt import FP8_BLOCKS
-from k2convert.choices import FP8_BLOCK, Activations, Engine, Layout, ServedKvCache
+from k2convert.choices import Activations, Engine, Layout, ServedKvCache
 from k2convert.deploy.layouts import WIDTH_ALIGNMENT, Parallelism
-from k2convert.errors import PlanError
+from k2convert.deploy.model import cuts_no_block, fp8_sizes
 from k2convert.models import find_family
-from k2convert.models.config import evaluate_shape, find_quantization_config, text_config
+from k2convert.models.config import find_quantization_config, text_config
 from k2convert.models.names import Family, ModelCardFacts, tensor_sizes
 from k2convert.plan.recipe import Recipe
 
@@ -124,15 +121,6 @@ class ServeCommand:
         return " \\\n".join(lines)
 
 
-_CUT: Final = (
-    "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)",
-    "num_attention_heads * (qk_nope_head_dim + v_head_dim)",
-    "num_attention_heads * v_head_dim",
-    "linear_attn_config.num_heads * linear_attn_config.head_dim",
-)
-"""Sizes of linear layers of attention that tensor parallelism cuts, and that engines do not pad to whole FP8 blocks."""
-
-
 def usual_parallelism(config: Mapping[str, Any], family: Family) -> Parallelism:
     """Return the largest usual tensor parallelism that heads and engines allow, and at which nothing is padded.
 
@@ -141,15 +129,10 @@ def usual_parallelism(config: Mapping[str, Any], family: Family) -> Parallelism:
     text = text_config(config)
     width = text.get("moe_intermediate_size")
     heads = text.get("num_attention_heads")
-    cut = list[int]()
-    _, quantization = find_quantization_config(config) or ("", {})
-    stated = mapping_or_empty(quantization.get("quantized_layers")).values()
-    if any(mapping_or_empty(layer).get("quant_algo") == FP8_BLOCKS for layer in stated):
-        with suppress(PlanError):  # a field is no number: other messages say so
-            cut = [size for sizes in _CUT for size in evaluate_shape(sizes, config, "") or ()]
+    cut = fp8_sizes(config, becomes_fp8=False)
     for size in tensor_sizes((8, 4, 2), heads, family.tensor_parallel_sizes):
         fits = isinstance(width, int) and width and width % (WIDTH_ALIGNMENT * size) == 0
-        if fits and all(rows % (FP8_BLOCK * size) == 0 for rows in cut):
+        if fits and cuts_no_block(cut, size):
             return Parallelism(tensor=size)
     return Parallelism()
 

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from k2convert.hub.source_card import SourceCard
 
 TENSOR_BYTES: Final = 500  # of memory, for a tensor of a result that is checked; K2 has 277,335
+CHECK_BYTES: Final = 64 << 20  # of memory, for rows of the certificate and buffers of connections; measured
 _MOST_CHANGES: Final = 12  # of a source, in one line
 
 
@@ -396,7 +397,7 @@ def check_room(job: Job) -> None:
 def memory_bytes(job: Job, *, layer_pass: int = 0) -> int:
     """Return this process's peak, and what is more: work, or for the Hub the end, when a result is checked as a whole.
 
-    Work is shards, as much in staging, Xet's streams and a layer pass.
+    Work is shards, as much in staging, Xet's streams, a layer pass, and for the Hub the check of each shard.
     """
     shards = job.limits.inflight + max(job.limits.inflight, job.limits.workers * NUM_STAGING * STAGING_BYTES)
     if job.gptq is not None:  # a small model has less than that
@@ -404,7 +405,7 @@ def memory_bytes(job: Job, *, layer_pass: int = 0) -> int:
     work = shards + layer_pass + xet_bytes(uploads=job.target is not None)
     if job.target is None:
         return peak_bytes() + work
-    return peak_bytes() + max(work, TENSOR_BYTES * sum(shard.num_outputs for shard in job.plan.jobs))
+    return peak_bytes() + CHECK_BYTES + max(work, TENSOR_BYTES * sum(shard.num_outputs for shard in job.plan.jobs))
 
 
 def check_job_memory(job: Job) -> None:

@@ -25,6 +25,7 @@ from k2convert.deploy.serving import (
     serve_command,
     usual_parallelism,
 )
+from k2convert.errors import FitError
 from k2convert.models.kimi import K2_5, K2_THINKING
 from k2convert.models.kimi_k3 import K3
 from k2convert.models.names import ModelCardFacts
@@ -225,6 +226,20 @@ def test_usual_tensor_parallelism_cuts_no_block_of_fp8(algorithm: str, size: int
     layers = {"model.layers.0.self_attn.q_b_proj": {"quant_algo": algorithm}}
     config = {"moe_intermediate_size": 2048, **heads, "quantization_config": {"quantized_layers": layers}}
     assert usual_parallelism(config, K3) == Parallelism(tensor=size)
+
+
+@pytest.mark.parametrize(("size", "is_whole"), [(8, True), (16, True), (32, False)])
+def test_fit_cuts_no_block_of_fp8(size: int, is_whole: bool) -> None:
+    """K3's q_b_proj has 96 * 192 rows: 32 GPUs would have 4.5 blocks each."""
+    config = published("moonshotai--Kimi-K3")
+    layout = Parallelism(tensor=size, expert=2)
+    check_layout(layout, read_shape(config, family=K3, where=""))
+    shape = read_shape(config, family=K3, where="", becomes_fp8=True)
+    if is_whole:
+        check_layout(layout, shape)
+        return
+    with pytest.raises(FitError, match=r"--tp 32: .* and cut no FP8 block of 128 x 128 weights. Nearest: --tp 16\."):
+        check_layout(layout, shape)
 
 
 def published(name: str) -> dict[str, Any]:
