@@ -405,7 +405,7 @@ def memory_bytes(job: Job, *, layer_pass: int = 0) -> int:
     work = shards + layer_pass + xet_bytes(uploads=job.target is not None)
     if job.target is None:
         return peak_bytes() + work
-    return peak_bytes() + CHECK_BYTES + max(work, TENSOR_BYTES * sum(shard.num_outputs for shard in job.plan.jobs))
+    return peak_bytes() + max(work + CHECK_BYTES, TENSOR_BYTES * sum(shard.num_outputs for shard in job.plan.jobs))
 
 
 def check_job_memory(job: Job) -> None:
