@@ -11,8 +11,9 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 from k2convert.choices import FP8_BLOCK
-from k2convert.deploy.model import ModelShape, cuts_no_block
+from k2convert.deploy.model import ModelShape
 from k2convert.errors import FitError
+from k2convert.models import cuts_no_block
 from k2convert.models.names import tensor_sizes
 
 WIDTH_ALIGNMENT: Final = 64

@@ -13,7 +13,6 @@ Kimi-K2.5 (`scripts/fixtures k2.5-headers`) that takes a third of the time of fi
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -22,13 +21,11 @@ from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts.layout import fp8_tensors
-from k2convert.checkpoint.layouts.modelopt import FP8_BLOCKS
-from k2convert.choices import FP8_BLOCK, ServedKvCache
+from k2convert.choices import ServedKvCache
 from k2convert.errors import FitError, PlanError, quoted
-from k2convert.models import detect_family, parse_tensor_name
+from k2convert.models import detect_family, fp8_sizes, parse_tensor_name
 from k2convert.models.config import (
     FP8,
-    evaluate_shape,
     find_quantization_config,
     key_of,
     kv_cache_form,
@@ -108,31 +105,6 @@ def read_shape(config: Mapping[str, Any], *, family: Family, where: str, becomes
         tensor_sizes=family.tensor_parallel_sizes,
         fp8_sizes=fp8_sizes(config, becomes_fp8=becomes_fp8),
     )
-
-
-_CUT: Final = (
-    "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)",
-    "num_attention_heads * (qk_nope_head_dim + v_head_dim)",
-    "num_attention_heads * v_head_dim",
-    "linear_attn_config.num_heads * linear_attn_config.head_dim",
-)
-"""Sizes of linear layers of attention that tensor parallelism cuts, and that engines do not pad to whole FP8 blocks."""
-
-
-def fp8_sizes(config: Mapping[str, Any], *, becomes_fp8: bool) -> tuple[int, ...]:
-    """Return the sizes of attention's weights that tensor parallelism cuts, if they are FP8 in blocks, or become it."""
-    _, quantization = find_quantization_config(config) or ("", {})
-    stated = mapping_or_empty(quantization.get("quantized_layers")).values()
-    if not becomes_fp8 and all(mapping_or_empty(layer).get("quant_algo") != FP8_BLOCKS for layer in stated):
-        return ()
-    with suppress(PlanError):  # a field is no number: other messages say so
-        return tuple(size for sizes in _CUT for size in evaluate_shape(sizes, config, "") or ())
-    return ()
-
-
-def cuts_no_block(sizes: Iterable[int], num_gpus: int) -> bool:
-    """Return whether tensor parallelism over so many GPUs leaves the FP8 blocks of these sizes whole."""
-    return all(size % (FP8_BLOCK * num_gpus) == 0 for size in sizes)
 
 
 def _size(fields: Mapping[str, Any], key: str, *, where: str, default: int | None = None) -> int:

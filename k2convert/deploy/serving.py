@@ -15,8 +15,7 @@ from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.compressed_tensors import MIXED_FORMAT
 from k2convert.choices import Activations, Engine, Layout, ServedKvCache
 from k2convert.deploy.layouts import WIDTH_ALIGNMENT, Parallelism
-from k2convert.deploy.model import cuts_no_block, fp8_sizes
-from k2convert.models import find_family
+from k2convert.models import cuts_no_block, find_family, fp8_sizes
 from k2convert.models.config import find_quantization_config, text_config
 from k2convert.models.names import Family, ModelCardFacts, tensor_sizes
 from k2convert.plan.recipe import Recipe

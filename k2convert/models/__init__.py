@@ -12,12 +12,17 @@ outside this subpackage asks which family a checkpoint has.
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.layouts.modelopt import FP8_BLOCKS
+from k2convert.choices import FP8_BLOCK
 from k2convert.errors import PlanError, quoted, shortened
 from k2convert.models import kimi, kimi_k3
+from k2convert.models.config import evaluate_shape, find_quantization_config
 from k2convert.models.names import Architecture, Family, ModulePlace, TensorName, why_foreign
 
 FAMILIES: tuple[Family, ...] = (kimi_k3.K3, kimi.K2_5, kimi.K2_THINKING)
@@ -25,6 +30,14 @@ FAMILIES: tuple[Family, ...] = (kimi_k3.K3, kimi.K2_5, kimi.K2_THINKING)
 
 REFUSED_MODELS: Final = {"deepseek_v4": "DeepSeek-V4", "gpt_oss": "gpt-oss", "kimi_linear": "Kimi-Linear"}
 """Models that have 4-bit experts or similar names too, by their model_type."""
+
+_CUT: Final = (
+    "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)",
+    "num_attention_heads * (qk_nope_head_dim + v_head_dim)",
+    "num_attention_heads * v_head_dim",
+    "linear_attn_config.num_heads * linear_attn_config.head_dim",
+)
+"""Sizes of linear layers of attention that tensor parallelism cuts, and that engines do not pad to whole FP8 blocks."""
 
 
 def find_family(name: str) -> Family:
@@ -207,3 +220,19 @@ def vocabulary_size(checkpoint: Checkpoint) -> int:
     if name not in checkpoint.tensors:
         raise PlanError(f"{checkpoint.folder}: has no {name}, so no text can be read. Use the whole checkpoint.")
     return checkpoint.tensors[name].shape[0]
+
+
+def fp8_sizes(config: Mapping[str, Any], *, becomes_fp8: bool) -> tuple[int, ...]:
+    """Return the sizes of attention's weights that tensor parallelism cuts, if they are FP8 in blocks, or become it."""
+    _, quantization = find_quantization_config(config) or ("", {})
+    stated = mapping_or_empty(quantization.get("quantized_layers")).values()
+    if not becomes_fp8 and all(mapping_or_empty(layer).get("quant_algo") != FP8_BLOCKS for layer in stated):
+        return ()
+    with suppress(PlanError):  # a field is no number: other messages say so
+        return tuple(size for sizes in _CUT for size in evaluate_shape(sizes, config, "") or ())
+    return ()
+
+
+def cuts_no_block(sizes: Iterable[int], num_gpus: int) -> bool:
+    """Return whether tensor parallelism over so many GPUs leaves the FP8 blocks of these sizes whole."""
+    return all(size % (FP8_BLOCK * num_gpus) == 0 for size in sizes)
