@@ -235,4 +235,4 @@ def fp8_sizes(config: Mapping[str, Any], *, becomes_fp8: bool) -> tuple[int, ...
 
 def cuts_no_block(sizes: Iterable[int], num_gpus: int) -> bool:
     """Return whether tensor parallelism over so many GPUs leaves the FP8 blocks of these sizes whole."""
-    return all(size % (FP8_BLOCK * num_gpus) == 0 for size in sizes)
+    return num_gpus == 1 or all(size % (FP8_BLOCK * num_gpus) == 0 for size in sizes)
