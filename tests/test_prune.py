@@ -87,7 +87,7 @@ def prune(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return pruned
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", DIGESTS, ids=lambda case: "-".join([case["source"], case["experts"], case["form"]]))
 def test_its_result_has_the_bytes_of_0_3(case: dict[str, str], prune: Prune, tmp_path: Path) -> None:
     source = prune(case["source"], case["experts"])
@@ -113,7 +113,7 @@ def test_it_is_the_checkpoint_that_another_program_pruned(prune: Prune, tiny: Pa
     ("source", "experts", "points"), [("tiny", "survivors", "spread"), ("k3_tiny", "three", "every")]
 )
 def test_kills(source: str, experts: str, points: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """job/test_crashes.py has a quick one."""
+    """job/test_crashes.py has a quick one, of a conversion."""
     keep = write_list(tmp_path / "keep.json", LISTS[experts])
     [found] = crash(
         tmp_path, ["prune", request.getfixturevalue(source), "OUT", "--keep", keep, "--quiet"], points=points

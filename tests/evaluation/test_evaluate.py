@@ -228,7 +228,7 @@ def test_another_text_is_refused(
     assert out.read_bytes() == whole
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("cut", "name", "start"),
     [

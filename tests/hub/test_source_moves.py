@@ -135,6 +135,7 @@ def test_an_unfinished_job_goes_on_with_the_files_it_began_with_or_takes_the_new
     assert next(files) == next(files)
 
 
+@pytest.mark.slow
 def test_other_weights_are_named_and_never_taken_over(
     upstream: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path, tmp_path: Path
 ) -> None:

@@ -11,37 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crash_runs import assert_resumed, crash
+from crash_runs import crash
 from made_once import made_once
 
 OPTIONS = ("--workers", "1", "--device", "cpu", "--quiet")
 
 
 @pytest.fixture(scope="module")
-def both(small: Path, k3_tiny: Path, checkpoints: Path) -> list[dict[str, Any]]:
-    """Of a conversion, and of `prune`."""
-
+def crashes(small: Path, checkpoints: Path) -> dict[str, Any]:
     def make(folder: Path) -> None:
         folder.mkdir()
-        (folder / "keep.json").write_text(json.dumps({"experts": {layer: [0, 2, 3] for layer in "123"}}))
-        prune: list[object] = ["prune", k3_tiny, "OUT", "--keep", folder / "keep.json", "--quiet"]
-        found = crash(folder, ["run", small, "OUT", *OPTIONS], prune, points="spread")
+        [found] = crash(folder, ["run", small, "OUT", *OPTIONS], points="spread")
         (folder / "found.json").write_text(json.dumps(found))
 
     return json.loads((made_once(checkpoints / "crashes", make) / "found.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def crashes(both: list[dict[str, Any]]) -> dict[str, Any]:
-    return both[0]
-
-
-def test_crashes_resume_to_identical_bytes(both: list[dict[str, Any]]) -> None:
-    conversion, pruning = both
-    assert conversion["wrong"] == []
-    assert len(conversion["calls"]) > 90
-    assert conversion["tried"] > 15
-    assert_resumed(pruning)
+def test_crashes_resume_to_identical_bytes(crashes: dict[str, Any]) -> None:
+    assert crashes["wrong"] == []
+    assert len(crashes["calls"]) > 90
+    assert crashes["tried"] > 15
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ def assert_is_right(out: Path, names: Collection[str], finished: Path) -> None:
     assert {path: data for path, data in files.items() if path not in names} == contents(finished)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("moment", ["in part", "resumed"])
 def test_a_job_that_resumes_leaves_them_alone_too(moment: str, small: Path, finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

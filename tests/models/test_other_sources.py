@@ -140,6 +140,7 @@ def test_packed_codes_as_i8_convert_as_those_of_u8(k3_tiny: Path, tmp_path: Path
 SCHEME = {"dynamic": False, "num_bits": 8, "strategy": "tensor", "symmetric": True, "type": "float"}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["k_proj.k_scale", "k_scale", "k_proj.output_scale"])
 def test_scales_of_a_cache_are_copied_and_a_lost_scheme_is_said_with_what_keeps_it(
     name: str, source: Path, tmp_path: Path

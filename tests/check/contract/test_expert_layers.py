@@ -61,7 +61,7 @@ def said(report: ValidationReport, verdict: Verdict) -> str:
     return " ".join(f"{o.name} {o.problem}" for rule in rules for o in rule.offenders)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("form", ["BF16", "F32", "FP8", "INT4"])
 @pytest.mark.parametrize("kind", [MODELOPT, PACKED], ids=str)
 def test_a_layer_of_experts_in_another_form_is_right(
@@ -148,7 +148,7 @@ FAULTS: dict[str, tuple[Callable[[Converted], None], set[int], str]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_such_a_layer_fails(name: str, convert: Callable[[Kind], Converted], tmp_path: Path) -> None:
     found = foreign(convert(MODELOPT), tmp_path / "other")

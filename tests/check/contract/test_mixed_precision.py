@@ -107,7 +107,7 @@ VALUES = {
 LAYERS = ["self_attn.kv_a_proj_with_mqa", "mlp.shared_experts.down_proj"]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("fault", VALUES)
 def test_a_wrong_number_is_found(fault: str, layer: str, mixed: Converted) -> None:
@@ -187,7 +187,7 @@ FORMS = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", FORMS)
 def test_a_wrong_form_is_found(fault: str, mixed: Converted) -> None:
     apply, number, problem = FORMS[fault]

@@ -108,7 +108,7 @@ def convert_any(convert: Callable[[Kind], Converted], convert_source: Callable[.
     return run
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_that_engines_load_is_not_called_failed(
     name: str, convert_any: Callable[[Kind], Converted], tmp_path: Path, run_cli: RunCli
@@ -284,7 +284,7 @@ CONTROLLED = [
 ]
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("form", "name"), CONTROLLED)
 def test_a_fault_in_such_a_form_still_fails(
     form: str, name: str, convert_any: Callable[[Kind], Converted], tmp_path: Path
@@ -319,7 +319,7 @@ FP8_FAULTS: dict[str, tuple[Change, set[int]]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", FP8_FAULTS)
 @pytest.mark.parametrize("form", ["Kimi-K3 by NVIDIA", "mixed precision"])
 def test_wrong_fp8_weights_of_other_tools_fail(
