@@ -299,6 +299,7 @@ def test_gate_and_up_dealt_out_to_two_devices_are_those_of_one(
 ALL_ROLES: tuple[RoleName, ...] = ("experts", "shared_experts", "dense_mlp")
 
 
+@pytest.mark.slow
 def test_shared_experts_and_the_dense_mlp_lose_less_than_by_mse(cut: Path, tiny_ids: Ids, tmp_path: Path) -> None:
     """On the windows that are kept out. Each layer has the codes of all its MLPs, and nothing of it is left over."""
     work = passed(conversion_work(tmp_path), planned(cut, tiny_ids), smoothing=False, roles=ALL_ROLES)

@@ -48,27 +48,30 @@ def results(k3_lively: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return {kind: folder / kind for kind in (*KINDS, "nvidia")}
 
 
-@pytest.fixture(scope="module")
-def evaluations(k3_lively: Path, results: dict[str, Path], ids: Path) -> dict[str, Evaluation]:
-    """An evaluation in FP32, as always, and one whose layers compute in FP64."""
+def evaluated(source: Path, results: dict[str, Path], ids: Path, name: str) -> Evaluation:
     options: dict[str, Any] = {"tokens": WINDOWS * LENGTH, "window": LENGTH, "device": "cpu", "activations": "both"}
+    return k2convert.evaluate(source, list(results.values()), [ids], out=ids.with_name(name), **options)
 
-    def evaluate(name: str) -> Evaluation:
-        return k2convert.evaluate(k3_lively, list(results.values()), [ids], out=ids.with_name(name), **options)
 
-    usual = evaluate("fp32.json")
+@pytest.fixture(scope="module")
+def usual(k3_lively: Path, results: dict[str, Path], ids: Path) -> Evaluation:
+    """In FP32, as always."""
+    return evaluated(k3_lively, results, ids, "fp32.json")
+
+
+@pytest.fixture(scope="module")
+def exact(k3_lively: Path, results: dict[str, Path], ids: Path) -> Evaluation:
     with computing_in_fp64():
-        return {"FP32": usual, "FP64": evaluate("fp64.json")}
+        return evaluated(k3_lively, results, ids, "fp64.json")
 
 
 def row_of(found: Evaluation, name: str, activations: str) -> EvaluationRow:
     return next(row for row in found.rows if (row.model.name, row.model.activations) == (name, activations))
 
 
-@pytest.mark.parametrize("computed_in", ["FP32", "FP64"])
 @pytest.mark.parametrize("kind", ["modelopt", "compressed-tensors"])
-def test_a_cast_changes_no_token(kind: str, computed_in: str, evaluations: dict[str, Evaluation]) -> None:
-    row = row_of(evaluations[computed_in], kind, "w4a16")
+def test_a_cast_changes_no_token(kind: str, usual: Evaluation) -> None:
+    row = row_of(usual, kind, "w4a16")
     figures = row.figures
     assert figures.divergence.maximum == 0
     assert (figures.top1_agreement, figures.left_top5) == (1, 0)
@@ -76,7 +79,7 @@ def test_a_cast_changes_no_token(kind: str, computed_in: str, evaluations: dict[
     assert figures.perplexity == figures.reference_perplexity
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
@@ -85,7 +88,7 @@ def test_a_cast_changes_no_token(kind: str, computed_in: str, evaluations: dict[
     ],
 )
 def test_figures_by_the_logits_of_moonshots_code(
-    kind: str, mode: str, k3_lively: Path, results: dict[str, Path], ids: Path, evaluations: dict[str, Evaluation]
+    kind: str, mode: str, k3_lively: Path, results: dict[str, Path], ids: Path, exact: Evaluation, usual: Evaluation
 ) -> None:
     """Both compute in FP64, and store hidden states in FP32 between layers, so they round the same numbers.
 
@@ -98,7 +101,7 @@ def test_figures_by_the_logits_of_moonshots_code(
         reference = run_network(k3_lively, tokens)
         model = run_network(results[kind], tokens, w4a4=mode == "w4a4")
     expected = summarize(scores_from(reference.logits, model.logits, tokens))
-    row = row_of(evaluations["FP64"], kind, mode)
+    row = row_of(exact, kind, mode)
     found = row.figures
     assert found.divergence.mean > 1e-3
     assert found.divergence.mean == pytest.approx(expected.divergence.mean, rel=1e-6)
@@ -107,8 +110,8 @@ def test_figures_by_the_logits_of_moonshots_code(
     for layer, (one, other) in enumerate(zip(reference.states, model.states, strict=True)):
         error = float((one.double() - other.double()).square().sum() / one.double().square().sum())
         assert row.layers[layer].relative_error == pytest.approx(error, rel=1e-6)
-    usual = row_of(evaluations["FP32"], kind, mode).figures
-    assert usual.divergence.mean == pytest.approx(found.divergence.mean, abs=found.divergence.standard_error)
+    rounded = row_of(usual, kind, mode).figures
+    assert rounded.divergence.mean == pytest.approx(found.divergence.mean, abs=found.divergence.standard_error)
 
 
 @pytest.mark.slow

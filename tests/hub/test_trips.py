@@ -229,8 +229,8 @@ def test_a_run_to_the_hub_gives_the_bytes_of_a_run_between_folders(
     assert not {path.suffix for path in cwd.rglob("*")} & {".safetensors", ".work"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("trip", THROUGH_A_FOLDER.values(), ids=THROUGH_A_FOLDER)
 def test_a_run_from_the_hub_into_a_folder_that_is_published_gives_these_bytes_too(
     trip: Trip, prepare: Prepare, server: LoopbackHub, cli: RunCli, cwd: Path

@@ -54,7 +54,7 @@ def test_from_inspect_to_serving(follow: Callable[..., list[str]], k2_shaped: Pa
     assert follow("report", "DEST", "--source", name) == [f"k2convert publish DEST --repo owner/name --source {quoted}"]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "flipped, with its time"])
 def test_a_failed_validation_names_the_command_that_mends_the_result(
     damage: str, run_cli: RunCli, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
