@@ -312,7 +312,7 @@ VALUES: Cases = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @cases(VALUES)
 def test_values_found_bad_on_the_way_leave_no_half_shard_and_the_whole_ones(
     damage: Damage, words: list[str], tiny: Path, source: Path, dest: Path, refuse: Refuse

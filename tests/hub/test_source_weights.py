@@ -124,6 +124,7 @@ def test_a_folder_whose_shard_has_changed_is_not_compared(tiny: Path, cli: RunCl
     assert "passed" in cli("validate", "out", "--source", source, code=0).stdout
 
 
+@pytest.mark.slow
 def test_a_faulty_result_still_fails_while_its_source_is_the_same(
     upstream: LoopbackHub, cli: RunCli, cwd: Path
 ) -> None:
