@@ -159,9 +159,9 @@ def test_standard_output_without_room_is_one_line(words: str, k2_shaped: Path) -
     assert not closed.stderr or closed.stderr.startswith("next: ")
 
 
-def test_any_name_of_a_destination_is_printed_on_any_stream(small: Path, tmp_path: Path) -> None:
+def test_any_name_of_a_destination_is_printed_on_any_stream(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / os.fsdecode(b"[/] [bold]caf\xe9 caf\xc3\xa9")
-    verbs = [["run", small, out], ["validate", out, "--json"], ["validate", out]]
+    verbs = [["run", tiny, out], ["validate", out, "--json"], ["validate", out]]
     for words in verbs:
         environment = os.environ | {"PYTHONIOENCODING": "ascii"}
         done = subprocess.run(command(*words), capture_output=True, check=False, env=environment)
