@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from structure import ROOT, TINY, frames, num_lines, traced
 
-BUDGET = {"k2convert": 38_120, "tests": 31_000, "scripts": 7_280}
+BUDGET = {"k2convert": 38_903, "tests": 31_891, "scripts": 7_390}
 """Lines of code. The test allows 3 % more, so that a small change does not fail for its size."""
 
 FOLLOW = "a reader follows too many files or calls: put the code where its caller is"

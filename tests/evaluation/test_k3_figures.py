@@ -70,8 +70,9 @@ def row_of(found: Evaluation, name: str, activations: str) -> EvaluationRow:
 
 
 @pytest.mark.parametrize("kind", ["modelopt", "compressed-tensors"])
-def test_a_cast_changes_no_token(kind: str, usual: Evaluation) -> None:
-    row = row_of(usual, kind, "w4a16")
+@pytest.mark.parametrize("computed_in", ["usual", pytest.param("exact", marks=pytest.mark.slow)])
+def test_a_cast_changes_no_token(kind: str, computed_in: str, request: pytest.FixtureRequest) -> None:
+    row = row_of(request.getfixturevalue(computed_in), kind, "w4a16")
     figures = row.figures
     assert figures.divergence.maximum == 0
     assert (figures.top1_agreement, figures.left_top5) == (1, 0)

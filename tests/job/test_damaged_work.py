@@ -53,7 +53,7 @@ def stopped(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) 
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "damage"), [(name, damage) for damage in DAMAGES for name in NAMES])
 def test_a_damaged_work_file_is_named_and_the_result_is_the_same(
     name: str,
