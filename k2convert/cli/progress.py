@@ -1,9 +1,9 @@
 """Progress of a running stage, on stderr: bars on a terminal, elsewhere a line with its time every ten seconds or so.
 
 The first line comes within half a second, then one every 10 s for two minutes, then every minute. The ETA is by the
-last three shards of new work: the stages of a shard take minutes and wait for each other, so the last seconds say
-little. Layers are timed as wholes, without the first: it is often a small one, and the first steps of a layer say
-nothing of its end.
+median of the last three shards: the stages of a shard take minutes and wait for each other, so the last seconds say
+little. The first shard of a run, which fills the stages, does not count. Layers are timed as wholes, without the first:
+it is often a small one, and the first steps of a layer say nothing of its end.
 """
 
 import json
@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import pairwise
+from statistics import median
 from types import TracebackType
 from typing import Any, Final
 
@@ -66,7 +68,8 @@ class Meter:
         self._last_at = 0.0  # the last step, or the end of the last layer
         self._steps = 0
         self._new = 0  # work since it began
-        self._marks = deque[tuple[float, int]]()  # when there was how much new work: the start, or the last shards
+        self._shards = deque[tuple[float, int]](maxlen=PACE_SHARDS + 1)  # when the last ended, at how much new work
+        self._marks = deque[tuple[float, int]]()  # the same of the steps of one shard
 
     @property
     def has_layers(self) -> bool:
@@ -76,7 +79,6 @@ class Meter:
         """Begin to measure now, not with the first work; layers begin at the end of the first."""
         if self._began_at is None and not self.has_layers:
             self._began_at = self._last_at = self.task.get_time()
-            self._marks.append((self._began_at, 0))
 
     def add(self, amount: int, *, is_new: bool = True) -> None:
         """Count work. Work that is not new raises `done`, but no rate."""
@@ -94,13 +96,18 @@ class Meter:
         self._last_at = self.task.get_time()
         if self._began_at is None:
             self._began_at = self._last_at
-            self._marks.append((self._began_at, 0))
             return
         self._steps += 1
+        ended = self._new // self.unit
         self._new += steps
-        if self.unit > 1 and not self.has_layers and self._new - self._marks[-1][1] >= self.unit // _MARKS:
-            self._marks.append((self._last_at, self._new))
-            while self._new - self._marks[1][1] >= PACE_SHARDS * self.unit:
+        if self.unit == 1 or self.has_layers:
+            return
+        mark = (self._last_at, self._new)
+        if self._new // self.unit > ended:
+            self._shards.append(mark)
+        if not self._marks or self._new - self._marks[-1][1] >= self.unit // _MARKS:
+            self._marks.append(mark)
+            while self._new - self._marks[0][1] > self.unit:
                 self._marks.popleft()
 
     @property
@@ -122,7 +129,7 @@ class Meter:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds that the rest takes at the pace of the last shards, or of all work where there are no shards.
+        """Seconds that the rest takes at the pace of the last shards, or of all work where there are too few of them.
 
         0.0 when done, None if the pace is not known.
         """
@@ -130,16 +137,29 @@ class Meter:
             return 0.0
         if self._began_at is None or not self._new:
             return None
+        now = self.task.get_time()
         elapsed = self._last_at - self._began_at
-        waited = self.task.get_time() - self._last_at
+        waited = now - self._last_at
         if elapsed + waited < MIN_ETA_SECONDS or (waited > max(STALLED_SECONDS, elapsed) and not self.has_layers):
             return None
+        if len(self._shards) > 1:
+            return self._left_by_shards(now)
         left = self.total - self.done
         if self.has_layers:
             left = self.total // self.unit - self.done // self.unit
-        since, before = self._marks[0]
-        pace = (self._last_at - since) / (self._new - before)
+        pace = elapsed / self._new
         return max(left * pace - min(waited, pace if self.has_layers else waited), 0.0)
+
+    def _left_by_shards(self, now: float) -> float:
+        """Return the seconds that the rest takes by the median: an outage makes one slow, the first fills the stages.
+
+        Most work of a shard comes at once, then it waits. So the end is that of the step that promises the earliest,
+        but a shard takes no longer than the pace.
+        """
+        pace = median((at - before) / (new - old) for (before, old), (at, new) in pairwise(self._shards))
+        end = self.total - self.done + self._new
+        promised = min(at + pace * (end - new) for at, new in (*self._marks, (self._last_at, self._new)))
+        return max(promised - now, pace * (end - self._new - self.unit), 0.0)
 
     @property
     def percent(self) -> str:

@@ -114,33 +114,43 @@ def test_the_eta_of_a_job_is_that_of_its_slowest_phase_and_of_a_validation_the_s
 
 
 @pytest.mark.parametrize(
-    ("done", "waiting", "faster_from", "first"),
-    [(0, 0, 99, 3), (30, 0, 99, 3), (30, 2, 99, 6), (0, 0, 20, 25)],
-    ids=["new", "resumed", "resumed with shards to send", "twice as fast"],
+    ("done", "waiting", "faster_from", "outage", "first"),
+    [
+        (0, 0, 99, 99, 3),
+        (30, 0, 99, 99, 3),
+        (30, 2, 99, 99, 6),
+        (0, 0, 20, 99, 25),
+        (0, 0, 99, 10, 3),
+        (50, 0, 99, 58, 3),
+    ],
+    ids=["new", "resumed", "resumed with shards to send", "twice as fast", "an outage", "an outage of few shards"],
 )
 def test_from_the_third_shard_on_the_eta_of_a_job_with_the_hub_is_right_within_a_fifth(
-    done: int, waiting: int, faster_from: int, first: int
+    done: int, waiting: int, faster_from: int, outage: int, first: int
 ) -> None:
-    """As K2's went: 62 shards of 68 s. Each is fetched, converted in 35 s, then sent at once in the end.
+    """As K2's went: 62 shards of 68 s. Each is fetched, converted in 35 s, then sent in 35 s.
 
-    An earlier run has converted `done` shards, and not sent `waiting` of them. From the `first` one that is sent.
+    An earlier run has converted `done` shards, and not sent `waiting` of them. From the `first` one that is sent. An
+    `outage` of three minutes begins as this shard is fetched.
     """
     num_shards, size = 62, 1000
     clock = Clock()
     phases = dict.fromkeys(("download", "convert", "upload"), (num_shards * size, done * size))
     phases["upload"] = (num_shards * size, (done - waiting) * size)
     counts = begun(clock, Extent(phases, num_shards, done))
-    steps = [(5.0 + 10 * n, "upload") for n in range(waiting)]
+    steps = [(5.0 + n, "upload") for n in range(10 * waiting)]
     begin = 0.0
     for number in range(done, num_shards):
         pace = 0.5 if number >= faster_from else 1.0
         steps += [(begin + pace * 6 * i, "download") for i in range(1, 11)]
         steps += [(begin + pace * (78 + 3.5 * i), "convert") for i in range(1, 11)]
-        steps.append((begin + pace * 201, "upload"))
+        steps += [(begin + pace * (166 + 3.5 * i), "upload") for i in range(1, 11)]
         begin += 68 * pace
+    away = 68.0 * (outage - done) + 20
+    steps = [(at + 180 * (at > away), phase) for at, phase in steps]
     start = clock.now
     end = max(steps)[0]
-    sent = 0
+    sent = 0.0
     for at, phase in sorted(steps):
         clock.now = start + at
         if phase == "convert":
@@ -148,12 +158,13 @@ def test_from_the_third_shard_on_the_eta_of_a_job_with_the_hub_is_right_within_a
         elif phase == "download":
             counts.transferred(downloaded=size // 10)
         else:
-            sent += 1
-            counts.transferred(uploaded=size)
-        if sent < 2:
+            sent += 0.1
+            counts.transferred(uploaded=size // 10)
+        if sent == 0:
             assert counts.seconds_left is None
-        elif first <= sent < num_shards - done + waiting:
-            assert counts.seconds_left == pytest.approx(end - at, rel=0.2), (sent, phase)
+        elif first <= sent < num_shards - done + waiting - 1:
+            truth = end - at - 180 * (at <= away < end)
+            assert counts.seconds_left == pytest.approx(truth, rel=0.2), (sent, phase)
 
 
 def test_the_summary_for_status_has_the_unit_of_layers() -> None:
