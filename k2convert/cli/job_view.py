@@ -60,6 +60,17 @@ _NOT_BEGUN: Final = "no conversion has begun. The same command starts it"
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedShard:
+    """A shard of the result: its tensors, the bytes that are read and written for it."""
+
+    name: str
+    tensors: int
+    bytes_in: int
+    bytes_out: int
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
 class JobPlan:
     """Plan of a job, and its needs. The fields from `work_folder` to `notices` are of jobs with the Hub."""
 
@@ -76,7 +87,7 @@ class JobPlan:
     disk_needed: int
     disk_free: int
     exclude_modules: list[str]
-    shards: list[dict[str, Any]]
+    shards: list[PlannedShard]
     bytes_to_read: int
     bytes_to_write: int
     minutes_at_1_gb_s: int
@@ -90,6 +101,23 @@ class JobPlan:
     memory_available: int | None = None
     calibration: dict[str, object] | None = None
     cluster: dict[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """Result of a job: the shards of the result and their error, by role. `repo` and `commit` are where it went."""
+
+    destination: str
+    shards: int
+    resumed_shards: int
+    seconds: float
+    tensor_bytes_out: int
+    totals: dict[str, dict[str, Any]]
+    warnings: list[str]
+    below_budget: dict[str, Any] | None
+    repo: str | None
+    commit: str | None
+    contract: dict[str, Any] | None
 
 
 def show_notices(job: Job, source: str) -> None:
@@ -223,36 +251,35 @@ def _show_outcome(job: Job, outcome: Outcome, source: str, *, seconds: float) ->
     recipe = job.plan.recipe
     totals = outcome.totals
     missed = below_budget(outcome.records.values(), recipe)
-    warnings = doubts(outcome.records.values())
-    document: dict[str, Any] = {
-        "destination": str(job.destination if job.uses_hub else job.destination.folder),
-        "shards": len(job.plan.jobs),
-        "resumed_shards": len(job.finished),
-        "seconds": round(seconds, 3),
-        "tensor_bytes_out": job.plan.data_bytes,
-        "totals": {role: metrics_document(metrics) for role, metrics in totals.items()},
-        "warnings": warnings,
-        "below_budget": {"tensor_sqnr_db": recipe.budget.tensor_sqnr_db, "tensors": missed} if missed else None,
-        "repo": job.destination.repo,
-        "commit": outcome.commit,
-        "contract": None,
-    }
+    contract = None if outcome.validation is None else outcome.validation.contract
+    result = JobResult(
+        destination=str(job.destination if job.uses_hub else job.destination.folder),
+        shards=len(job.plan.jobs),
+        resumed_shards=len(job.finished),
+        seconds=round(seconds, 3),
+        tensor_bytes_out=job.plan.data_bytes,
+        totals={role: metrics_document(metrics) for role, metrics in totals.items()},
+        warnings=doubts(outcome.records.values()),
+        below_budget={"tensor_sqnr_db": recipe.budget.tensor_sqnr_db, "tensors": missed} if missed else None,
+        repo=job.destination.repo,
+        commit=outcome.commit,
+        contract=None
+        if contract is None
+        else {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed},
+    )
     views: list[str | Callable[[], None]] = []
     if outcome.calibrated is not None:
         views.append(partial(show_outputs, outcome.calibrated, job.gptq))
     views.append(partial(_show_run, job, totals, seconds))
-    views += [partial(console.print_note, f"warning: {warning}") for warning in warnings]
-    if outcome.validation is not None:
-        contract = outcome.validation.contract
-        rules = {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}
-        document["contract"] = rules
+    views += [partial(console.print_note, f"warning: {warning}") for warning in result.warnings]
+    if contract is not None:
         views.append(contract.summary)
     is_evaluated = is_there(job.destination.folder / EVALUATION_NAME)
     if recipe.target == "nvfp4" and not is_evaluated:
         views.append(partial(console.print_note, f"`{_evaluation_command(job, source)}` measures the whole model"))
     if outcome.commit is not None:
         views.append(partial(show_commit, job.hub, job.destination, outcome.commit))
-    console.show(document, *views)
+    console.show(result, *views)
     if outcome.commit is None and recipe.target == "nvfp4":
         given = () if job.uses_hub else ("--source", source)
         console.print_next(console.command("k2convert", "validate", job.destination.folder, *given))
@@ -287,13 +314,7 @@ def _plan(job: Job, source: str) -> JobPlan:
         disk_free=limits.disk_free,
         exclude_modules=list(plan.excludes),
         shards=[
-            {
-                "name": shard.name,
-                "tensors": shard.num_outputs,
-                "bytes_in": shard.bytes_in,
-                "bytes_out": shard.data_bytes,
-                "finished": shard.name in job.finished,
-            }
+            PlannedShard(shard.name, shard.num_outputs, shard.bytes_in, shard.data_bytes, shard.name in job.finished)
             for shard in plan.jobs
         ],
         bytes_to_read=bytes_in,
@@ -315,7 +336,7 @@ def _show_plan(job: Job, plan: JobPlan) -> None:
         f"{plan.source} ({plan.family}) -> {plan.destination}: {recipe.name}, {recipe.target}, "
         f"rule {recipe.rule}, layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}{fp8}"
     )
-    num_done = sum(shard.name in job.finished for shard in job.plan.jobs)
+    num_done = len([shard for shard in plan.shards if shard.finished])
     print_line(f"{counted(len(plan.shards), 'shard')}, {num_done} done")
     rows = [
         (
