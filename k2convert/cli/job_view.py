@@ -5,7 +5,7 @@ publishing.
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ from k2convert.hub.client import Hub
 from k2convert.hub.request_errors import redacted
 from k2convert.job.locations import Destination
 from k2convert.job.prepare import Job, check_job_memory, check_room, memory_bytes
-from k2convert.job.resources import own_process
+from k2convert.job.resources import Item, own_process
 from k2convert.job.run import Outcome, Part, execute
 from k2convert.machine import available_memory
 from k2convert.models import find_family
@@ -179,7 +179,7 @@ def convert_part(job: Job, part: Part, own: JobCommand) -> None:
     own_process()
     of_part = f"this part's {counted(num_shards, 'shard')}"
     say_when_interrupted(
-        lambda: f"{display.shards} of {of_part} are converted. The same command resumes",
+        lambda: f"{_num_recorded(job, part.items(job.items))} of {of_part} are converted. The same command resumes",
         own.line(here=own.folder),
     )
     with display as events:
@@ -228,11 +228,15 @@ def convert(
     _show_outcome(job, outcome, command.source, seconds=time.monotonic() - start)
 
 
+def _num_recorded(job: Job, items: Sequence[Item]) -> int:
+    """Count the shards that have a record. The display may be one behind."""
+    return len({item.name for item in items}.intersection(Journal(job.destination.folder).log.steps()))
+
+
 def _how_far(job: Job, display: Display) -> str:
     if not Journal(job.destination.folder).is_begun():
         return _NOT_BEGUN
-    done = display.shards if display.num_shards else len(job.finished)
-    what = f"{done} of {len(job.plan.jobs)} shards are converted"
+    what = f"{_num_recorded(job, job.items)} of {len(job.plan.jobs)} shards are converted"
     if job.gptq is not None and "calibrate" in display.meters:
         layer_pass = job.gptq.layer_pass
         what += f", {layer_pass.work.num_finished()} of {layer_pass.num_layers} layers are calibrated"

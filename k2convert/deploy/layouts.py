@@ -48,13 +48,14 @@ class Parallelism:
 def check_layout(layout: Parallelism, shape: ModelShape) -> None:
     """Raise FitError if the model cannot be laid out so, naming the divisor and the nearest numbers that work."""
     if not layout.data_attention:
+        allowed = _tensor_sizes(shape)
         sizes = ""
         if shape.tensor_sizes:
-            sizes = f" and be one of {', '.join(map(str, shape.tensor_sizes))}"
-        if not cuts_no_block(shape.fp8_sizes, layout.tensor):
-            sizes += f" and cut no FP8 block of {FP8_BLOCK} x {FP8_BLOCK} weights"
+            sizes = f" and be one of {', '.join(map(str, allowed))}"
         reason = f"it must divide the {shape.num_heads} attention heads{sizes}"
-        _check("tp", layout.tensor, _tensor_sizes(shape), reason)
+        if not cuts_no_block(shape.fp8_sizes, layout.tensor):
+            reason = f"it would cut FP8 blocks of {FP8_BLOCK} x {FP8_BLOCK} weights of attention"
+        _check("tp", layout.tensor, allowed, reason)
     choices = _expert_sizes(layout.tensor, shape)
     if layout.expert not in choices:  # experts are distributed evenly, and kernels accept their pieces
         if layout.tensor % layout.expert:
