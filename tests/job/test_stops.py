@@ -33,7 +33,7 @@ BEFORE = (
 )
 SENTENCES = {
     "run": rf"{SHARDS}\. The same command resumes",
-    "run --calibrate": rf"{SHARDS}, \d of \d layers are calibrated\. The same command resumes",
+    "run --calibrate": rf"{SHARDS}(, \d of \d layers are calibrated)?\. The same command resumes",
     "evaluate": LAYERS,
     "validate": r"interrupted: nothing is kept\. The same command starts again",
 }
