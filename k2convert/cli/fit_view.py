@@ -252,7 +252,7 @@ def show_holders(asked: Question, fits: Sequence[Fit]) -> None:
         print_line(f"the model's maximum context is {longest:,} tokens (max_position_embeddings)")
     names: dict[str, dict[str, None]] = {}
     for gpu in (fit.gpu for fit in fits):
-        if gpu.nvfp4 != "native":
+        if model.is_nvfp4 and gpu.nvfp4 != "native":
             names.setdefault(NVFP4_NOTES[gpu.nvfp4], {})[gpu.title] = None
     show_notes([*(f"{', '.join(titles)}: {note}" for note, titles in names.items()), *_general_notes(settings)])
 
@@ -326,8 +326,7 @@ def _show_model(name: str, model: Model) -> None:
 
 
 def fit_notes(fit: Fit) -> list[str]:
-    recipe = fit.model.recipe
-    notes = [f"{fit.gpu.title}: {NVFP4_NOTES[fit.gpu.nvfp4]}"] if recipe is None or recipe.target == "nvfp4" else []
+    notes = [f"{fit.gpu.title}: {NVFP4_NOTES[fit.gpu.nvfp4]}"] if fit.model.is_nvfp4 else []
     notes += [_DP_NOTE] if fit.layout.data_attention else []
     return notes + _general_notes(fit.settings)
 

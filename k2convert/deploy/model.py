@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import fp8_tensors
 from k2convert.choices import ServedKvCache
 from k2convert.errors import FitError, PlanError, quoted
@@ -194,6 +195,7 @@ class Model:
     shape: ModelShape
     groups: Mapping[WeightGroup, int]
     recipe: Recipe | None
+    is_nvfp4: bool
     kv: ServedKvCache
     """The KV cache of engines without an option: FP8 if config.json declares it, else BF16."""
 
@@ -271,6 +273,10 @@ def read_result(
     shape = read_shape(config, family=family, where=where, becomes_fp8=becomes_fp8)
     groups = weigh(tensors, family=family, recipe=recipe)
     _, quantization = find_quantization_config(config) or ("", {})
+    if recipe is not None:
+        is_nvfp4 = recipe.target == "nvfp4"
+    else:
+        is_nvfp4 = any(layout.read_activations(quantization) is not None for layout in LAYOUTS.values())
     will_declare = recipe is not None and recipe.kv_cache is not None
     kv: ServedKvCache = "fp8" if will_declare or kv_cache_form(quantization).endswith(FP8) else "bf16"
-    return Model(family, shape, groups, recipe, kv)
+    return Model(family, shape, groups, recipe, is_nvfp4, kv)

@@ -28,7 +28,7 @@ def k3_shape() -> ModelShape:
 def _model(family: Family, shape: ModelShape, parts: Callable[[], Iterable[Any]], *, is_converted: bool) -> Model:
     recipe = load_recipe(family.recipe) if is_converted else None
     groups = weigh((spec for part in parts() for spec in part), family=family, recipe=recipe)
-    return Model(family, shape, groups, recipe, "bf16")
+    return Model(family, shape, groups, recipe, is_nvfp4=True, kv="bf16")
 
 
 @cache

@@ -72,6 +72,16 @@ def test_a_result_weighs_what_its_source_was_planned_to(tiny: Path, result: Path
     assert after["settings"]["kv"] == "fp8", "as config.json declares"
 
 
+def test_weights_in_bf16_have_no_notes_about_nvfp4(tiny: Path, result: Path, tmp_path: Path) -> None:
+    unquantized = tmp_path / "bf16"
+    assert run("run", tiny, unquantized, "--set", "target=bf16", "--quiet") == 0
+    for folder, is_nvfp4 in ((unquantized, False), (result, True)):
+        assert ("H200: NVFP4" in run_fit(folder, "--gpu", "h200").stderr) == is_nvfp4
+        shown = run_fit(folder, "--gpu", "h200", "--count", "1")
+        assert ("H200: NVFP4" in shown.stderr) == is_nvfp4
+        assert "vllm serve" in shown.stdout
+
+
 def test_fewer_experts_weigh_what_a_pruned_checkpoint_weighs(tiny: Path, reap: Path) -> None:
     planned = answer(tiny, "--experts", "10")
     pruned = answer(reap)

@@ -21,8 +21,8 @@ from k2convert.errors import FitError
          "--ep 3: it must divide the 8 GPUs that hold a layer. Nearest: --ep 2 or --ep 4."),
         (K2, {"tensor": 5, "expert": 5, "data_attention": True},
          "--ep 5: it must divide the 384 experts. Nearest: --tp 4 or --tp 6."),
-        (K2, {"tensor": 64}, "--ep 1: 64 GPUs would split an expert, but pieces of its 2048 columns must be multiples "
-         "of 64. Nearest: --ep 2."),
+        (K2, {"tensor": 64}, "--tp 64 without --ep: 64 GPUs would split an expert, but pieces of its 2048 "
+         "columns must be multiples of 64. Nearest: --ep 2."),
         (K2, {"pipeline": 62}, "--pp 62: stages hold whole layers of 61. Nearest: --pp 61."),
         (replace(K2, num_experts=200), {"tensor": 16, "expert": 16},
          "--ep 16: it must divide the 200 experts. Nearest: --ep 8."),
