@@ -296,6 +296,20 @@ def test_layers_that_share_scales_may_be_in_different_shards(apart: Path, blocks
     assert report.weights.certificate.mismatches == {}
 
 
+@pytest.mark.parametrize("exponent", [-110, -127])
+def test_a_block_of_the_smallest_weights_has_the_least_scale(k3_tiny: Path, tmp_path: Path, exponent: int) -> None:
+    """Below 2^-126 there is no scale, so codes of a good block may be small."""
+    checkpoint = read_small(k3_tiny)
+    (shard,) = (tensors for tensors in checkpoint.shards.values() if f"{QUERY}.weight" in tensors)
+    shard[f"{QUERY}.weight"][:128, :128] *= 2.0**exponent
+    write_small(checkpoint, tmp_path / "source")
+    result = convert(tmp_path / "source", tmp_path / "result", **KEYS)
+    scales = read_small(result).tensors()[f"{QUERY}.weight_scale"]
+    assert (scales[0, 0, 0, 0].item() == 2.0**-126) == (exponent < -118)
+    report = validate_checkpoint(folder=result, source=open_checkpoint(tmp_path / "source"))
+    assert report.passed, [rule for rule in report.contract.rules if rule.verdict is Verdict.FAIL]
+
+
 def test_a_lost_shard_is_converted_again_to_the_same_bytes(k3_tiny: Path, tmp_path: Path, run_cli: RunCli) -> None:
     words = ("run", k3_tiny, tmp_path / "out", "--recipe", "kimi-k3-nvfp4-fp8")
     planned = json.loads(run_cli(*words, "--dry-run", "--json", code=0).stdout)
