@@ -81,7 +81,7 @@ class Meter:
             self._began_at = self._last_at = self.task.get_time()
 
     def add(self, amount: int, *, is_new: bool = True) -> None:
-        """Count work. Work that is not new raises `done`, but no rate."""
+        """Count work, less than 0 for an upload that failed. Work that is not new raises `done`, but no rate."""
         self.waits = ""
         before = self.done // self.unit
         self.done += amount
@@ -102,6 +102,9 @@ class Meter:
         self._new += steps
         if self.unit == 1 or self.has_layers:
             return
+        for past in (self._shards, self._marks):
+            while past and past[-1][1] > self._new:
+                past.pop()
         mark = (self._last_at, self._new)
         if self._new // self.unit > ended:
             self._shards.append(mark)

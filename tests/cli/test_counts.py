@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from k2convert.cli.progress import Display
 from k2convert.records.events import Extent
@@ -165,6 +167,28 @@ def test_from_the_third_shard_on_the_eta_of_a_job_with_the_hub_is_right_within_a
         elif first <= sent < num_shards - done + waiting - 1:
             truth = end - at - 180 * (at <= away < end)
             assert counts.seconds_left == pytest.approx(truth, rel=0.2), (sent, phase)
+
+
+@given(st.lists(st.tuples(st.sampled_from((0.0, 0.5, 40.0)), st.integers(-250, 250)), max_size=60))
+def test_uploads_that_fail_and_are_sent_again_leave_an_eta(steps: list[tuple[float, int]]) -> None:
+    """Their bytes are taken back, a whole shard or a part of it."""
+    clock = Clock()
+    counts = begun(clock, Extent({"upload": (2000, 0)}, 20))
+    meter = counts.meters["upload"]
+    for seconds, amount in steps:
+        clock.now += seconds
+        counts.transferred(uploaded=max(amount, -meter.done))
+        left = counts.seconds_left
+        assert left is None or left >= 0
+        json.dumps(counts.summary(), allow_nan=False)
+    if meter.done > 2000:
+        return
+    done = meter.done
+    for _ in range(4):  # work that is steady again
+        clock.now += 10
+        counts.transferred(uploaded=100)
+    if done + 400 < 2000:
+        assert counts.seconds_left == pytest.approx((2000 - done - 400) / 10, rel=0.2)
 
 
 def test_the_summary_for_status_has_the_unit_of_layers() -> None:
