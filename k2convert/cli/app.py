@@ -91,6 +91,13 @@ app = typer.Typer(
 class Verb(TyperCommand):
     """A command whose help shows its options in panels, and names values without their types."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse an empty argument: as a path it would be the current folder."""
+        for word in args:
+            if re.fullmatch(r"(--[\w-]+=)?", word):
+                raise typer.BadParameter(f'"{word}" is empty. Is a shell variable unset? Write "." for this folder.')
+        return super().parse_args(ctx, args)
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(str(p.metavar) for p in self.get_params(ctx) if p.param_type_name == "argument")]
 

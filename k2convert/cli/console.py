@@ -195,10 +195,10 @@ def _keep_words_whole(table: Table, console: Console, width: int) -> None:
         column.no_wrap = column in whole and needed <= room
 
 
-def print_verdict(subject: str, *, passed: bool) -> None:
+def print_verdict(subject: str, more: str = "", *, passed: bool) -> None:
     style = _VERDICT_STYLES["pass" if passed else "fail"]
     with _on_stdout():
-        _out.print(Text.assemble(escaped(f"{subject}: "), ("passed" if passed else "FAILED", style)))
+        _out.print(Text.assemble(escaped(f"{subject}: "), ("passed" if passed else "FAILED", style), more))
 
 
 def print_note(text: str) -> None:

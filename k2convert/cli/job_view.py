@@ -284,7 +284,7 @@ def _show_outcome(job: Job, outcome: Outcome, source: str, *, seconds: float) ->
     if outcome.commit is not None:
         views.append(partial(show_commit, job.hub, job.destination, outcome.commit))
     console.show(result, *views)
-    if outcome.commit is None and recipe.target == "nvfp4":
+    if outcome.commit is None and recipe.target == "nvfp4" and not missed:
         given = () if job.uses_hub else ("--source", source)
         console.print_next(console.command("k2convert", "validate", job.destination.folder, *given))
     check_budget(job.destination.folder, recipe, missed)

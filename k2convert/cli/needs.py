@@ -149,17 +149,19 @@ def _expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int
 
     layer, got = fewest_tokens(layers)
     inputs = plan.architecture.moe_intermediate_size
-    line = f"layer {layer} got the fewest tokens: its median expert saw {got:,}"
+    line = f"the median expert of layer {layer} saw {got:,} tokens, the fewest of all layers"
     if got >= TOKENS_PER_INPUT * inputs:
         return line
     windows = plan.layer_pass.text.windows
     window = windows.ids.shape[1]
     enough = -(-windows.ids.size * TOKENS_PER_INPUT * inputs // max(got, 1))
     enough = -(-enough // window) * window
-    text = ""
+    ways: list[str] = []
     if windows.ids.size < windows.tokens:
-        text = ", and a longer text"
-    return f"{line}. It needs {TOKENS_PER_INPUT * inputs:,}: use --set calibration.tokens={enough}{text}"
+        ways.append(f"a longer text than these {windows.ids.size:,} tokens")
+    if enough > windows.tokens:
+        ways.append(f"--set calibration.tokens={enough}")
+    return f"{line}. It needs {TOKENS_PER_INPUT * inputs:,}: use {' and '.join(ways)}"
 
 
 def show_outputs(found: CalibrationRecord, plan: CalibrationPlan | None) -> None:

@@ -184,7 +184,7 @@ MaxDisk = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    Device, option("Device to run the model on: auto, cpu or cuda.", "DEVICE", MACHINE, parser=_device)
+    Device, option("Device that computes layers: auto, cpu or cuda.", "DEVICE", MACHINE, parser=_device)
 ]
 
 

@@ -17,7 +17,7 @@ from k2convert.check.results import (
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME
 from k2convert.cli.console import print_line, print_next, print_table, print_verdict, show
-from k2convert.errors import exact_zero, format_decibels
+from k2convert.errors import counted, exact_zero, format_decibels
 from k2convert.models import family_of
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.ledger import find_ledger, shown_totals
@@ -35,7 +35,10 @@ def _show_tables(report: ValidationReport) -> None:
         _show_layers(report.layers)
     if report.layers_skipped:
         print_line(f"reference layers: skipped ({report.layers_skipped})")
-    print_verdict(report.folder, passed=report.passed)
+    left_out = ""
+    if report.passed and report.weights is None:
+        left_out = f", but {counted(len(report.contract.unchecked), 'rule')} and the weights need --source"
+    print_verdict(report.folder, left_out, passed=report.passed)
 
 
 def _show_contract(contract: ContractReport) -> None:

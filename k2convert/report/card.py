@@ -22,9 +22,8 @@ from k2convert.report.wording import joined
 
 _KEEP_INPUT_SCALE: Final = (
     "**Keep `input_scale` at 1.0.** At run time, each block of 16 activations gets its own E4M3 scale. With 1.0, these "
-    "scales hold activations up to 2,688. A smaller value clips rare large activations: on SmolLM2, 1/32 raises the KL "
-    "divergence from 0.16 to 0.73. With a calibrated value, FlashInfer's unified MoE path returns outputs that are too "
-    "large (flashinfer issue 3548)."
+    "scales hold activations up to 2,688. A smaller value clips rare large activations. With a calibrated value, "
+    "FlashInfer's unified MoE path returns outputs that are too large (flashinfer issue 3548)."
 )
 _SGLANG_SWITCHES: Final = (
     "SGLang can round activations differently, by two environment variables. "
@@ -90,7 +89,10 @@ def _first_sentences(report: Report, family: ModelCardFacts, base_model: str | N
         kept.append("vision tower and projector")
     exceptions = ""
     if report.ledger.calibration is not None and report.ledger.calibration.exponents_digest is not None:
-        exceptions = ". The exceptions are the powers of two of smoothing in router and shared experts"
+        exceptions = (
+            ". The exceptions are the norm before the experts, the router, and gate and up of the shared experts: "
+            "smoothing multiplied or divided their channels by powers of two"
+        )
     scale = "one power-of-two scale" if rule is not None and rule.has_power_of_two_scale else "one FP32 scale"
     return (
         f"{base} with its {', '.join(map(role_name, recipe.roles))} converted to NVFP4 ({bits}): E2M1 values, one E4M3 "

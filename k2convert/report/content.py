@@ -50,7 +50,7 @@ def headline(report: Report) -> tuple[Figure, ...]:
         figures.append(_held_out_figure(calibration))
     form = "NVFP4 " if report.ledger.recipe.fp8 else ""
     error = exact_zero(total.relative_mse)
-    detail = f"of {total.num_weights:,} {form}weights against the exact source; relative error {error}"
+    detail = f"of {total.num_weights:,} {form}weights against the exact source; relative MSE {error}"
     figures.append(Figure(format_decibels(total.sqnr_db), "SQNR", detail))
     if total.sampled_error_max > 0 and total.squared_error > 0 and report.rule != "max":
         detail = "max calibration is the usual recipe"
@@ -103,8 +103,8 @@ def caution(report: Report) -> str:
     if is_scaled:
         exact += ", divided by the powers of two of smoothing"
     change = (
-        "The conversion is not lossless: INT4 has sixteen evenly spaced levels, and E2M1 has no 5 and no 7, so blocks "
-        "with these values change."
+        "The conversion is not lossless: INT4 has sixteen evenly spaced levels, E2M1 has no 5 and no 7, and its scales "
+        "have 8 bits. So almost every weight changes a little."
     )
     if (words := total.cast_words) is not None:
         change = f"Codes were copied and scales relabeled. {words}"
@@ -305,7 +305,7 @@ def _weight_errors(report: Report) -> Section:
     totals = shown_totals(report.ledger.totals)
     num_roles = len(totals.keys() - {TOTAL})
     has_proof = report.total.lossless_tensors is not None
-    columns = ["role", "weights", "SQNR", "relative error", "relative to max", "non-zero weights changed"]
+    columns = ["role", "weights", "SQNR", "relative MSE", "relative to max", "non-zero weights changed"]
     if has_proof:
         columns.append("lossless")
     rows: list[tuple[str, ...]] = []

@@ -70,6 +70,31 @@ def test_source_that_is_no_folder_is_refused(tmp_path: Path, dest: Path, refuse:
     assert "config.json" in refuse(source=empty, dest=dest)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "SOURCE", ""),
+        ("run", "", "out"),
+        ("prune", "SOURCE", "", "--keep", "kept.json"),
+        ("validate", ""),
+        ("validate", "SOURCE", "--source="),
+        ("report", "SOURCE", "--out", ""),
+        ("evaluate", "SOURCE", "--text="),
+        ("status", ""),
+    ],
+)
+def test_an_empty_argument_is_no_name_of_this_folder(
+    words: tuple[str, ...], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell passes one for a variable that is not set."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    done = run_here(*(str(source) if word == "SOURCE" else word for word in words), code=2)
+    assert "is empty. Is a shell variable unset?" in done.stderr
+    assert not list(here.iterdir())
+
+
 @pytest.mark.parametrize("levels", [1, 2])
 def test_a_folder_above_a_checkpoint(source: Path, dest: Path, tmp_path: Path, refuse: Refuse, levels: int) -> None:
     """That of several models, and that of a repository in the Hub's cache."""

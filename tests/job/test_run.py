@@ -265,6 +265,7 @@ def test_a_result_below_the_budget_ends_with_3(k2_shaped: Path, tmp_path: Path, 
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         assert "below the error budget of 22.5 dB, so `validate` fails: " in line
         assert "_proj has " in line
+        assert "next: " not in done.stderr, "a validation would fail"
     assert (tmp_path / "out" / "config.json").exists()
     found = json.loads(done.stdout)["below_budget"]
     checked = run_cli("validate", tmp_path / "out", "--source", k2_shaped, "--json", code=3)

@@ -58,7 +58,7 @@ def test_the_guide_and_the_readme_count_every_load() -> None:
     assert f"K2's {len(loads) - of_k3} loads" in text
     assert f"Kimi K3 adds {of_k3} loads, and {len(FOUND_BY)} of copies with a defect" in text
     assert f"Of the {len(loads)} results, engines read {whole} completely" in text
-    assert f"load {whole} results" in readme
+    assert f"read every tensor in {whole} of {len(loads)} loads" in readme
 
 
 def test_the_wrapped_checkpoint_is_of_the_k25_family(tiny: Path, tmp_path: Path) -> None:

@@ -59,6 +59,6 @@ def test_the_default_is_said_before_the_start_and_a_short_text_is_no_error(
     assert "default: " not in asked.stdout
     done = run_here(*words, code=0)
     fitted = 64  # one of two windows is kept out
-    line = f"layer 1 got the fewest tokens: its median expert saw {fitted}"
+    line = f"the median expert of layer 1 saw {fitted} tokens, the fewest of all layers"
     enough = 2 * inputs * 128 // fitted
     assert f"{line}. It needs {2 * inputs}: use --set calibration.tokens={enough}\n" in done.stdout
