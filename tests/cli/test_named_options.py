@@ -35,7 +35,7 @@ OTHERS = {
         "--array", "--cpus-per-task", "--dependency", "--flavor", "--mem", "--parsable", "--requeue", "--secrets",
         "--timeout", "--with", "--wrap",
     },  # of sbatch and `hf jobs`
-    "guide/numbers.md": {"--dense-layers", "--peers", "--rows"},  # of scripts
+    "guide/numbers.md": {"--dense-layers", "--only", "--peers", "--rows"},  # of scripts
     "guide/prove.md": {"--model_args", "--num_fewshot", "--smoke-model", "--tasks", "--think-mode"},  # of evaluators
 }  # fmt: skip
 VERBS = {
