@@ -284,8 +284,13 @@ def parse_described(kind: type[T], text: str, *, where: str) -> T:
 
 
 def describe_changes(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue]) -> str:
-    """Say in words which fields differ, the first five of them; an empty text if none does."""
+    """Say in words which fields differ, the first five of them; an empty text if none does.
+
+    What only one of them has follows from the rule, if that differs.
+    """
     different = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    if "rule" in different:
+        different = [key for key in different if None not in (old.get(key), new.get(key))]
     changes = ((shortened(key), _in_words(old.get(key)), _in_words(new.get(key))) for key in different[:5])
     return "; ".join(f"{key} was {before}, now {now}" for key, before, now in changes)
 

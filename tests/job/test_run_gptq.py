@@ -147,6 +147,8 @@ def test_another_text_is_refused(
     check("window was 64, now 32", "--set", "calibration.window=32")
     check("smoothing was True, now False", "--set", "smoothing=false")
     check("texts was 'calibration.txt (", text=tmp_path / "calibration.txt")
+    other = run_here("run", short, done / "out", "--rule", "mse", "--quiet", code=1).stderr
+    assert "holds a different job: rule was 'gptq', now 'mse'. " in other
     monkeypatch.setattr("k2convert.forward.layer_pass.PASS_VERSION", 1)
     check("layer_pass was 4, now 1")
 
