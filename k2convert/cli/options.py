@@ -172,7 +172,7 @@ SourceOption = Annotated[
     str | None,
     option(f"INT4 or MXFP4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", check=check_source),
 ]
-Yes = Annotated[bool, flag("--yes", "Publish without asking.", HUB)]
+Yes = Annotated[bool, flag("--yes", "Publish without asking at the start. Needed without a terminal.", HUB)]
 Public = Annotated[bool, flag("--public/--private", "Visibility of a new repository.", HUB)]
 MaxDisk = Annotated[
     str | None,

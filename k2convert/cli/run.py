@@ -40,12 +40,22 @@ DryRun = Annotated[bool, flag("--dry-run", "Print the plan and write nothing.")]
 Calibrate = Annotated[
     list[Path] | None, option(f"Calibrate while converting, on {TEXT_FORMS}. May be repeated.", "FILE")
 ]
-RuleOption = Annotated[Rule | None, option("How weights are rounded [default: by recipe; gptq with --calibrate].")]
+RuleOption = Annotated[
+    Rule | None,
+    option(
+        "mse: least squared error; max: max calibration; gptq: fitted to the text of --calibrate "
+        "[default: by recipe; gptq with --calibrate]."
+    ),
+]
 Recipe = Annotated[str | None, option("A file, or a name that `recipes` lists [default: by family].", "RECIPE", RESULT)]
 SETTINGS_HELP: Final = "Change a key of the recipe: smoothing=false, kv_cache=fp8, target=bf16. May be repeated."
 Settings = Annotated[list[str] | None, option(SETTINGS_HELP, "KEY=VALUE", RESULT, name="--set")]
-LayoutOption = Annotated[Layout | None, option("Tensor names and config of the result.", panel=RESULT)]
-ActivationsOption = Annotated[Activations | None, option("4-bit activations, or weight-only.", panel=RESULT)]
+LayoutOption = Annotated[
+    Layout | None, option("Tensor names and config of the result [default: by recipe].", panel=RESULT)
+]
+ActivationsOption = Annotated[
+    Activations | None, option("4-bit activations, or weight-only [default: by recipe].", panel=RESULT)
+]
 Verify = Annotated[bool, flag("--verify", "Hash every finished shard, and convert damaged ones again.", CHECKS)]
 Workers = Annotated[int | None, option("Shards at a time [default: by cores and devices].", "N", MACHINE, min=1)]
 PartOption = Annotated[str | None, option("Convert part I of N. Run without it at the end.", "I/N", MACHINE)]
