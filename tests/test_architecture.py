@@ -9,13 +9,20 @@ import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from command import python
 
 import k2convert
+from k2convert.check import certificate
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.choices import Layout, Rule
 from k2convert.models import FAMILIES
+from k2convert.models.kimi import K2_THINKING
 from k2convert.models.names import Family
+from k2convert.plan.recipe import shipped_recipes
+from k2convert.quantize.rules import RULES
 
 PACKAGE = Path(__file__).resolve().parents[1] / "k2convert"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -175,6 +182,23 @@ def test_families_are_asked_for_in_models_only() -> None:
                 constants = [c.value for c in [node.left, *node.comparators] if isinstance(c, ast.Constant)]
                 names = {f.name for f in FAMILIES} & {c for c in constants if isinstance(c, str)}
                 assert not names, f"{inside(path)} compares {names}: make what differs a field of Family"
+
+
+def test_every_rule_layout_and_family_has_its_rows() -> None:
+    for words, rows, where in (
+        (Rule, RULES, "RULES in quantize/rules/__init__.py"),
+        (Layout, LAYOUTS, "LAYOUTS in checkpoint/layouts/__init__.py"),
+        (Layout, certificate._PARAMETERS, "_PARAMETERS in check/certificate.py"),
+    ):
+        assert set(get_args(words)) == set(rows), (
+            f"a word of {words} in choices.py has no row in {where}, or a row no word"
+        )
+    divisors = {name for name, layout in LAYOUTS.items() if layout.is_divisor}
+    assert divisors == set(certificate._DIVISORS), "_DIVISORS in check/certificate.py has the layouts with is_divisor"
+    recipes = set(shipped_recipes())
+    for family in FAMILIES:
+        assert family.recipe in recipes, f"{family.name}: add recipes/{family.recipe}.yaml, its default"
+    assert FAMILIES[-1] is K2_THINKING, "the last one is taken for a checkpoint that resembles none: go before it"
 
 
 @pytest.mark.parametrize("path", FILES, ids=inside)

@@ -40,7 +40,9 @@ SIGNATURES = {
 def test_signatures_are_frozen(name: str) -> None:
     node = next(n for n in ast.parse(SOURCE).body if isinstance(n, ast.FunctionDef) and n.name == name)
     returned = "" if node.returns is None else ast.unparse(node.returns)
-    assert f"({ast.unparse(node.args)}) -> {returned}".replace("=", " = ") == SIGNATURES[name]
+    assert f"({ast.unparse(node.args)}) -> {returned}".replace("=", " = ") == SIGNATURES[name], (
+        "programs depend on it. If the change is meant, write it in SIGNATURES and in CHANGELOG.md"
+    )
 
 
 def test_importing_the_package_loads_no_library(tmp_path: Path) -> None:

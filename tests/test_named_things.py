@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "k2convert"
 CODE = ("k2convert", "tests", "scripts")
 TEXTS = (".md", ".yaml")
+CONTRIBUTING = ".github/CONTRIBUTING.md"
 OF_OTHERS = {
     "DeepseekV3Gate", "GateLinear", "ModelOptQuantConfig", "ModelOptQuantConfigBase", "MoEGate", "QuantConfig",
     "_get_quant_method", "apply_quant_config_exclude_modules", "cvt_warp_fp16_to_fp4", "find_matching_patterns",
@@ -75,7 +76,7 @@ CHECKS: tuple[tuple[str, Container[str]], ...] = (
 @cache
 def known_names() -> set[str]:
     """Every identifier of the code, every string constant that could be one, and the names of others."""
-    names = set(OF_OTHERS)
+    names = OF_OTHERS | {path.stem for path in (*ROOT.glob("*.md"), *(ROOT / ".github").rglob("*"))}
     for path in (p for folder in CODE for p in (ROOT / folder).rglob("*.py*")):
         if path.suffix not in (".py", ".pyi") or path == Path(__file__):
             continue
@@ -110,7 +111,7 @@ def prose() -> Iterator[tuple[str, str]]:
         yield file, "\n|\n".join([*texts, *re.findall(r"(?:^ *|  )# .*", text, flags=re.MULTILINE)])
     for path in sorted(PACKAGE.rglob("*.[ch]pp")):
         yield path.relative_to(ROOT).as_posix(), "\n".join(re.findall(r"//.*", path.read_text()))
-    pages = [ROOT / "README.md", *(ROOT / "recipes").rglob("*"), *PACKAGE.rglob("*")]
+    pages = [ROOT / "README.md", ROOT / CONTRIBUTING, *(ROOT / "recipes").rglob("*"), *PACKAGE.rglob("*")]
     for path in sorted(path for path in pages if path.suffix in TEXTS):
         yield path.relative_to(ROOT).as_posix(), path.read_text()
 
@@ -121,7 +122,7 @@ def unknown(file: str, text: str) -> list[str]:
     """
     found: list[str] = []
     known = known_names()
-    if file.endswith((".py", "pp")):
+    if file.endswith((".py", "pp", CONTRIBUTING)):
         for identifier in IDENTIFIER.findall(text):
             found += [part for part in identifier.split(".") if part not in known and len(part) > 2]
         for dotted in DOTTED.findall(text):
@@ -139,7 +140,8 @@ def unknown(file: str, text: str) -> list[str]:
 
 def test_what_is_named_exists() -> None:
     wrong = [f"{file}: {name}" for file, text in prose() for name in unknown(file, text)]
-    assert not wrong, "\n".join(wrong)
+    hint = "nothing has these names: correct them, or add those of another project to OF_OTHERS"
+    assert not wrong, "\n".join([*wrong, hint])
 
 
 @pytest.mark.parametrize(
@@ -164,6 +166,7 @@ def test_what_is_named_exists() -> None:
         ("k2convert/guide/x.md", "Use `--recipe kimi-k2-mlp`."),
         ("README.md", "pip install k2convert[cuda]"),
         ("k2convert/x.py", "See kernels/fast.py."),
+        (CONTRIBUTING, "As `swapped_operands_of` does."),
     ],
 )
 def test_a_planted_name_is_found(file: str, planted: str) -> None:

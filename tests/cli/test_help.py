@@ -55,7 +55,7 @@ def test_an_option_is_said_alike_by_all_verbs(verb: str) -> None:
     """The same name has the same metavar everywhere; an option with choices may have more of them."""
     forms, ours = (dict(re.findall(OPTION, help_of(known), flags=re.MULTILINE)) for known in (verb, "run"))
     for name in forms.keys() & ours.keys():
-        assert forms[name].startswith(ours[name].rstrip(">")), name
+        assert forms[name].startswith(ours[name].rstrip(">")), f"{name}: define it once, in cli/options.py"
 
 
 FOLDER = ROOT / "k2convert" / "guide"
