@@ -289,7 +289,7 @@ def describe_changes(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue])
     What only one of them has follows from the rule, if that differs.
     """
     different = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    if "rule" in different:
+    if "rule" in different and None not in (old.get("rule"), new.get("rule")):
         different = [key for key in different if None not in (old.get(key), new.get(key))]
     changes = ((shortened(key), _in_words(old.get(key)), _in_words(new.get(key))) for key in different[:5])
     return "; ".join(f"{key} was {before}, now {now}" for key, before, now in changes)
