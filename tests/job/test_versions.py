@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 from command import run_here, said
+from pydantic import JsonValue
 from results import contents
 from structure import ROOT, TINY
+
+from k2convert.records.fingerprint import describe_changes
 
 AS_VERSION = """
 import sys, k2convert
 k2convert.__version__ = sys.argv[1]
+from k2convert.records.fingerprint import describe_changes
 from k2convert.records import fingerprint
 fingerprint.ARITHMETIC_VERSION += int(sys.argv[2])
 from k2convert.cli.app import main
@@ -119,3 +123,14 @@ def test_an_unfinished_evaluation_is_refused(tmp_path: Path) -> None:
     done = run_here("evaluate", TINY, TINY, "--text", TINY / "eval.txt", *use, code=1)
     assert done.stderr == f"error: {work}: {REFUSED}\n"
     assert contents(tmp_path) == before
+
+
+def test_jobs_that_differ_in_anything_are_never_the_same() -> None:
+    """Only if both state a rule is that named alone."""
+    fitted: dict[str, JsonValue] = {"rule": "gptq", "seed": 0}
+    assert describe_changes(fitted, {"rule": "mse"}) == "rule was 'gptq', now 'mse'"
+    assert describe_changes(fitted, {"rule": "gptq"}) == "seed was 0, now not set"
+    others: tuple[dict[str, JsonValue], ...] = ({"rule": None}, {}, {"seed": 1})
+    for other in others:
+        assert describe_changes(fitted, other)
+        assert describe_changes(other, fitted)
