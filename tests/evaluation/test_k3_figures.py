@@ -23,6 +23,7 @@ from converted import Converted
 from other_tools import K3, foreign, nvidia_k3
 
 pytest.importorskip("llmcompressor")
+pytestmark = pytest.mark.slow
 
 WINDOWS, LENGTH = 4, 48
 KINDS = {
@@ -70,7 +71,7 @@ def row_of(found: Evaluation, name: str, activations: str) -> EvaluationRow:
 
 
 @pytest.mark.parametrize("kind", ["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize("computed_in", ["usual", pytest.param("exact", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("computed_in", ["usual", "exact"])
 def test_a_cast_changes_no_token(kind: str, computed_in: str, request: pytest.FixtureRequest) -> None:
     row = row_of(request.getfixturevalue(computed_in), kind, "w4a16")
     figures = row.figures
@@ -80,7 +81,6 @@ def test_a_cast_changes_no_token(kind: str, computed_in: str, request: pytest.Fi
     assert figures.perplexity == figures.reference_perplexity
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
@@ -115,7 +115,6 @@ def test_figures_by_the_logits_of_moonshots_code(
     assert rounded.divergence.mean == pytest.approx(found.divergence.mean, abs=found.divergence.standard_error)
 
 
-@pytest.mark.slow
 def test_it_is_shown_as_that_of_kimi_k2(k3_lively: Path, results: dict[str, Path], ids: Path) -> None:
     folder = results["modelopt"]
     words = ("--tokens", WINDOWS * LENGTH, "--window", LENGTH, "--device", "cpu", "--activations", "both")

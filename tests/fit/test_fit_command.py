@@ -199,9 +199,13 @@ def test_what_does_not_fit_names_the_experts_and_the_gpus_that_do(k2_headers: Pa
     assert (fit["max_context"], fit["requests"], fit["requests_of_max_context"]) == (262144, 26, 0)
 
 
-def test_experts_auto_keeps_the_most_that_fit(k2_headers: Path, tiny: Path, result: Path) -> None:
+@pytest.mark.slow
+def test_experts_auto_keeps_the_most_that_fit(k2_headers: Path) -> None:
     most = answer(k2_headers, *RTX, "--experts", "auto")
     assert (most["experts_per_layer"], most["fits"][0]["kv_tokens"]) == (224, 11905)
+
+
+def test_experts_of_small_models(tiny: Path, result: Path) -> None:
     whole = answer(tiny, "--gpu", "h200", "--count", "1", "--experts", "auto")
     assert whole == answer(tiny, "--gpu", "h200", "--count", "1"), "all of them fit"
     nothing = answer(tiny, "--gpu", "2GB", "--count", "1", "--experts", "auto", code=3)

@@ -250,6 +250,7 @@ def test_requests_share_the_pool_with_their_states() -> None:
     assert not fit(requests=slots + 1).holds
 
 
+@pytest.mark.slow
 def test_a_pipeline_stage_without_kv_cache_is_limited_by_its_states() -> None:
     """31 stages of 3 layers: some have KDA layers only, and hold the fewest short requests."""
     fit = fit_layout(k3(), GPUS["b200"], Parallelism(pipeline=31), Settings(kv="fp8"))

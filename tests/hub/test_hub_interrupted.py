@@ -149,7 +149,7 @@ def test_an_outage_of_ten_minutes_is_waited_for(
     assert_published(tiny_hub, local_result)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("when", OUTAGES)
 @pytest.mark.usefixtures("without_xet", "hub")
 def test_an_outage_of_more_than_an_hour_ends_the_job(

@@ -259,6 +259,7 @@ def test_a_field_that_shapes_tensors_is_named_with_both_values(tiny: Path, cli: 
         assert f"config.json has changed: {field} was {document[field]!r}, now {value!r}" in refused
 
 
+@pytest.mark.slow
 def test_a_calibration_survives_what_cannot_change_it(
     short: Path, text: Path, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

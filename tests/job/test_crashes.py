@@ -21,7 +21,7 @@ OPTIONS = ("--workers", "1", "--device", "cpu", "--quiet")
 def crashes(small: Path, checkpoints: Path) -> dict[str, Any]:
     def make(folder: Path) -> None:
         folder.mkdir()
-        [found] = crash(folder, ["run", small, "OUT", *OPTIONS], points="spread")
+        [found] = crash(folder, ["run", small, "OUT", *OPTIONS], points="few")
         (folder / "found.json").write_text(json.dumps(found))
 
     return json.loads((made_once(checkpoints / "crashes", make) / "found.json").read_text())
@@ -30,7 +30,7 @@ def crashes(small: Path, checkpoints: Path) -> dict[str, Any]:
 def test_crashes_resume_to_identical_bytes(crashes: dict[str, Any]) -> None:
     assert crashes["wrong"] == []
     assert len(crashes["calls"]) > 90
-    assert crashes["tried"] > 15
+    assert crashes["tried"] > 5
 
 
 @pytest.mark.slow

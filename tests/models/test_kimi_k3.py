@@ -37,6 +37,7 @@ def converted(k3_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_counts_and_bytes_are_those_of_the_published_repository() -> None:
     parts = k3_parts()
     specs = [spec for part in parts for spec in part]

@@ -107,6 +107,7 @@ def test_copies_have_one_defect_each(converted: dict[Variant, Path], tmp_path: P
     assert open_checkpoint(renamed.folder).tensors.keys() == renamed.tensors.keys()
 
 
+@pytest.mark.slow
 def test_a_defect_that_no_engine_names_is_a_problem(converted: dict[Variant, Path], tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / K3_W4A4.name).symlink_to(converted[K3_W4A4])

@@ -90,6 +90,7 @@ def test_chosen_rows_always_hold_the_one_that_the_others_are_shares_of() -> None
         chosen_rows(["feadback"], with_peers=False)
 
 
+@pytest.mark.slow
 def test_gptq_and_peers_see_the_same_windows(tmp_path: Path) -> None:
     subject = make_subject("tiny", tmp_path)
     options = {c.weights: c.text_options(subject, tmp_path) for c in CONVERSIONS}

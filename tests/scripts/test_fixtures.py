@@ -142,6 +142,7 @@ def test_command_lists_and_makes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert 0 <= min(ids) < max(ids) < json.loads((out / "config.json").read_text())["vocab_size"]
 
 
+@pytest.mark.slow
 def test_layers_of_kimi_k3_are_made_and_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,7 +42,7 @@ def assert_equals_rules(weight: SourceWeight, rule: Rule, global_scale: float) -
     assert np.array_equal(result.packed, expected.packed)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", KERNELS)
 def test_more_pairs_than_the_buffers_hold(rule: Rule) -> None:
     """Every usable scale in one tensor, and most blocks outside the normal range."""

@@ -29,6 +29,7 @@ def single_elements_and_uniform_blocks(mantissa: int) -> Int4Weight:
     return int4_weight(codes, torch.full((16, 1), mantissa * 2.0**-13, dtype=torch.bfloat16))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "weight",
     [
