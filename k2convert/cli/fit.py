@@ -57,8 +57,13 @@ def fit(
         float, option("Share of the memory that the engine may use.", "SHARE", min=0.01, max=1.0)
     ] = 0.92,
     overhead: Annotated[
-        str, option("Memory for activations, CUDA graphs and NCCL on each GPU.", "BYTES", check=check_size)
-    ] = "3GB",
+        str | None,
+        option(
+            "Memory for activations, CUDA graphs and NCCL on each GPU [default: 3GB, 8.7GB on H200].",
+            "BYTES",
+            check=check_size,
+        ),
+    ] = None,
     experts: Experts = None,
     recipe: Recipe = None,
     json: Json = False,
@@ -96,7 +101,7 @@ def fit(
             context=context or min(CONTEXT, whole.shape.max_context or CONTEXT),
             requests=requests,
             utilization=utilization,
-            overhead_bytes=parse_size(overhead),
+            overhead_bytes=None if overhead is None else parse_size(overhead),
         ),
         context=context,
         kv=kv,

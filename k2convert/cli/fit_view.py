@@ -214,7 +214,7 @@ def fit_document(fit: Fit) -> dict[str, Any]:
             "usable": fit.settings.usable_bytes(fit.gpu),
             "weights": fit.weight_bytes,
             "weights_by_role": {role.value: count for role, count in fit.weights.items()},
-            "overhead": fit.settings.overhead_bytes,
+            "overhead": fit.settings.overhead_on(fit.gpu),
             "kv_pool": fit.pool.num_bytes,
             "kv_bytes_per_token": fit.pool.kv_bytes_per_token,
             "state_bytes_per_request": fit.pool.state_bytes,
@@ -250,11 +250,12 @@ def show_holders(asked: Question, fits: Sequence[Fit]) -> None:
     print_table(f"GPUs that hold it with {wanted}", columns, rows, left=(0, 1))
     if (longest := model.shape.max_context) in lengths:
         print_line(f"the model's maximum context is {longest:,} tokens (max_position_embeddings)")
+    gpus = [fit.gpu for fit in fits]
     names: dict[str, dict[str, None]] = {}
-    for gpu in (fit.gpu for fit in fits):
+    for gpu in gpus:
         if model.is_nvfp4 and gpu.nvfp4 != "native":
             names.setdefault(NVFP4_NOTES[gpu.nvfp4], {})[gpu.title] = None
-    show_notes([*(f"{', '.join(titles)}: {note}" for note, titles in names.items()), *_general_notes(settings)])
+    show_notes([*(f"{', '.join(titles)}: {note}" for note, titles in names.items()), *_general_notes(settings, gpus)])
 
 
 def _lengths(model: Model, settings: Settings) -> tuple[int, ...]:
@@ -280,7 +281,7 @@ def show_fit(name: str, fit: Fit) -> None:
     rows = [(role.value, format_bytes(count)) for role, count in fit.weights.items()]
     rows += [
         ("all weights", format_bytes(fit.weight_bytes)),
-        ("overhead (assumed)", format_bytes(settings.overhead_bytes)),
+        ("overhead (assumed)", format_bytes(settings.overhead_on(fit.gpu))),
         ("KV cache" if free >= 0 else "MISSING", format_bytes(abs(free))),
         (f"left free ({1 - settings.utilization:.0%})", format_bytes(memory - settings.usable_bytes(fit.gpu))),
         ("memory", format_bytes(memory)),
@@ -328,14 +329,16 @@ def _show_model(name: str, model: Model) -> None:
 def fit_notes(fit: Fit) -> list[str]:
     notes = [f"{fit.gpu.title}: {NVFP4_NOTES[fit.gpu.nvfp4]}"] if fit.model.is_nvfp4 else []
     notes += [_DP_NOTE] if fit.layout.data_attention else []
-    return notes + _general_notes(fit.settings)
+    return notes + _general_notes(fit.settings, [fit.gpu])
 
 
-def _general_notes(settings: Settings) -> list[str]:
+def _general_notes(settings: Settings, gpus: Iterable[Gpu]) -> list[str]:
+    sizes = {settings.overhead_on(gpu): gpu.title for gpu in gpus}
+    least = min(sizes)
+    more = "".join(f" ({format_bytes(size)} on {title})" for size, title in sizes.items() if size != least)
     overhead = (
-        f"assumed: {format_bytes(settings.overhead_bytes)} on each GPU for activations, CUDA graphs and NCCL "
-        "(--overhead). Published vLLM logs leave 2.5 to 3.5 GB for it on RTX PRO 6000, and 8.7 GB on H200: "
-        "use --overhead 8.7GB there."
+        f"assumed: {format_bytes(least)}{more} on each GPU for activations, CUDA graphs and NCCL (--overhead). "
+        "Published vLLM logs leave 2.5 to 3.5 GB for it on RTX PRO 6000, and 8.7 GB on H200."
     )
     return [overhead, *([FP8_NOTE] if settings.kv == "fp8" else [])]
 

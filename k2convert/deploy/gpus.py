@@ -18,11 +18,21 @@ Nvfp4Kind = Literal["native", "slow", "marlin", "unknown"]
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 
+OVERHEAD_BYTES: Final = 3_000_000_000
+"""Activations, CUDA graphs, NCCL and libraries on one GPU: an assumption.
+
+vLLM's published pools on 8 RTX PRO 6000 leave 2.5 to 3.5 GB for it, with 4,096 and 8,192 tokens a batch
+(github.com/local-inference-lab/rtx6kpro, models/kimi-k25.md and kimi-k26-v2.md, kimi-k26-v4.md, 2026-05).
+"""
+H200_OVERHEAD_BYTES: Final = 8_700_000_000
+"""What the pool in vLLM's Kimi-K2-Thinking recipe for 8 H200 leaves (2025-11)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One kind of GPU. `bandwidth` is bytes a second, None if only the memory is known.
 
+    `overhead_bytes` are what an engine is assumed to use of it, beside weights and KV cache.
     `names` is a pattern of the names by nvidia-smi and of the machines of clouds, in letters and digits, with "_"
     between two numbers. A number that it ends with must end there in the name too.
     A machine has `per_machine` of them.
@@ -35,10 +45,12 @@ class Gpu:
     nvfp4: Nvfp4Kind = "unknown"
     names: str = ""
     per_machine: int = 8
+    overhead_bytes: int = OVERHEAD_BYTES
 
 
 _RTX: Final = "rtxpro6000(?!d)|rtx6000(pro|blackwell)|^g7e|^g4standard"
 _H100: Final = "(?<!g)(?<!ads)(?<!adis)h100(?!.*(nvl|9[46]))|^p5(_[0-9]*xlarge)?$|^a3(high|mega|edge)gpu"  # of 80 GB
+_H200: Final = "(?<!g)h200|^p5en?(_?[0-9]*xlarge)?$|^a3ultragpu"
 _A100: Final = "^(nvidia)?a100$|a100.*80g|^p4de|^a2ultragpu|(amsr|ads)a100"  # not each that a cloud calls A100
 _ALL: Final = (
     Gpu("b200", "B200", 180 * GIB, 7.7e12, "native", "(?<!g)b200|^a4highgpu"),
@@ -47,7 +59,7 @@ _ALL: Final = (
     Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native", "gb300|^a4xmaxgpu", per_machine=4),
     Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow", _RTX),
     Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow", "spark|gb10(?!0)|gx10", per_machine=1),
-    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin", "(?<!g)h200|^p5en?(_?[0-9]*xlarge)?$|^a3ultragpu"),
+    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin", _H200, overhead_bytes=H200_OVERHEAD_BYTES),
     Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin", _H100),
     Gpu("h100-nvl", "H100 NVL", 94_000_000_000, 3.9e12, "marlin", "(?<!g)h100nvl|h100_94g|adi?sh100"),
     Gpu("h20", "H20", 96_000_000_000, 4e12, "marlin", "(?<!g)h20(?!_?3e)"),

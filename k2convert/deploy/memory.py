@@ -40,28 +40,27 @@ CONTEXT: Final = 8192
 UTILIZATION: Final = 0.92
 """The share of memory that vLLM 0.33 uses by default."""
 
-OVERHEAD_BYTES: Final = 3_000_000_000
-"""Activations, CUDA graphs, NCCL and libraries on one GPU: an assumption.
-
-vLLM's published pools on 8 RTX PRO 6000 leave 2.5 to 3.5 GB for it, with 4,096 and 8,192 tokens a batch
-(github.com/local-inference-lab/rtx6kpro, models/kimi-k25.md and kimi-k26-v2.md, kimi-k26-v4.md, 2026-05). It is more
-with larger batches: 8.7 GB in vLLM's Kimi-K2-Thinking recipe for 8 H200 (2025-11).
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of memory that a user can make. A request has up to `context` tokens, prompt and answer."""
+    """Settings of memory that a user can make. A request has up to `context` tokens, prompt and answer.
+
+    `overhead_bytes` is None for the overhead that is assumed for each kind of GPU.
+    """
 
     kv: ServedKvCache = "fp8"
     context: int = CONTEXT
     requests: int = 1
     utilization: float = UTILIZATION
-    overhead_bytes: int = OVERHEAD_BYTES
+    overhead_bytes: int | None = None
 
     def usable_bytes(self, gpu: Gpu) -> int:
         """Return the memory of a GPU that the engine may use."""
         return int(self.utilization * gpu.memory_bytes)
+
+    def overhead_on(self, gpu: Gpu) -> int:
+        """Return what the engine is assumed to use of a GPU, beside weights and KV cache."""
+        return gpu.overhead_bytes if self.overhead_bytes is None else self.overhead_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,7 @@ def fit_layout(model: Model, gpu: Gpu, layout: Parallelism, settings: Settings) 
         kv_layers = shape.kv_layers(layers)
         states = shape.state_bytes * (len(layers) - kv_layers)
         pool = Pool(
-            num_bytes=settings.usable_bytes(gpu) - sum(by_role.values()) - settings.overhead_bytes,
+            num_bytes=settings.usable_bytes(gpu) - sum(by_role.values()) - settings.overhead_on(gpu),
             kv_bytes_per_token=shape.kv_values * kv_layers * KV_BYTES[settings.kv],
             state_bytes=states if layout.data_attention else -(-states // layout.tensor),
         )

@@ -11,7 +11,8 @@ from statistics import median_low
 from typing import Final
 
 from k2convert.check.results import ValidationReport, Verdict, WeightsReport
-from k2convert.deploy.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, fewest_holders, gigabytes
+from k2convert.deploy.gpus import H200_OVERHEAD_BYTES, OVERHEAD_BYTES
+from k2convert.deploy.memory import KV_BYTES, UTILIZATION, fewest_holders, gigabytes
 from k2convert.errors import counted, exact_zero, format_decibels, quoted, shortened
 from k2convert.models.source_formats import NVFP4_BITS
 from k2convert.plan.recipe import Recipe
@@ -385,7 +386,8 @@ def needs_section(report: Report) -> Section | None:
         f"Weights: {gigabytes(model.num_bytes)}. KV cache: {fp8} bytes per token in FP8, {bf16} in BF16; "
         f"tensor parallelism does not divide it.{states}",
         f"Computed from the headers, with {UTILIZATION:.0%} of each GPU's memory used and {gigabytes(OVERHEAD_BYTES)} "
-        "assumed for activations, CUDA graphs and NCCL. `k2convert fit` computes other GPUs, layouts and lengths.",
+        f"assumed for activations, CUDA graphs and NCCL ({gigabytes(H200_OVERHEAD_BYTES)} on H200). "
+        "`k2convert fit` computes other GPUs, layouts and lengths.",
     )
     rows = [
         (

@@ -107,6 +107,17 @@ def test_the_answer_about_one_layout(tiny: Path) -> None:
     assert read / 2 < each["bytes_per_token"] < read, "some weights are read whole on both"
 
 
+def test_each_kind_of_gpu_has_its_overhead_unless_one_is_given(tiny: Path) -> None:
+    def overheads(*options: str) -> dict[str, int]:
+        return {fit["gpu"]: fit["each"]["overhead"] for fit in answer(tiny, *options)["fits"]}
+
+    assert {overheads().pop(name) for name in ("b200", "h100")} == {GPUS["b200"].overhead_bytes}
+    assert overheads()["h200"] == GPUS["h200"].overhead_bytes > GPUS["b200"].overhead_bytes
+    assert set(overheads("--overhead", "4GB").values()) == {4_000_000_000}
+    one = answer(tiny, "--gpu", "h200", "--count", "1")["fits"][0]
+    assert any("assumed: 8.70 GB on each GPU" in note for note in one["notes"])
+
+
 def test_the_commands_that_serve_it_follow_from_what_was_asked(tiny: Path, result: Path) -> None:
     words = ("--gpu", "b200", "--count", "2", "--ep", "2", "--kv", "fp8", "--utilization", "0.8")
     [fit] = answer(tiny, *words)["fits"]

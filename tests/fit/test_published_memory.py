@@ -39,7 +39,7 @@ def on_rtx(count: int, experts: int = 384, utilization: float = 0.93, kv: Served
 def used_on_b200() -> int:
     """What a GPU of 8 B200 uses with 2,000 tokens in its cache."""
     fit = fit_on(8, k25(), GPUS["b200"], Settings(kv="fp8"), expert=8)
-    return fit.weight_bytes + fit.settings.overhead_bytes + 2000 * fit.pool.kv_bytes_per_token
+    return fit.weight_bytes + GPUS["b200"].overhead_bytes + 2000 * fit.pool.kv_bytes_per_token
 
 
 def tokens_of_pool(gib: float) -> int:
@@ -81,6 +81,8 @@ PUBLISHED: dict[str, tuple[Callable[[], float], float, float]] = {
         3_158_179_840, 0.001),
     "docs.vllm.ai/projects/recipes, Kimi-K2-Thinking on 8 H200, log of 2025-11-06: 46.80 GiB of BF16 cache, TP8": (
         lambda: tokens_of_pool(46.80), 715_072, 0.001),
+    "the same log, with vLLM's default of then, 0.9 of the memory": (
+        lambda: fit_on(8, thinking(), GPUS["h200"], Settings(kv="bf16", utilization=0.9)).tokens, 715_072, 0.06),
     # 11.89 GB of experts, 12.34 of attention, 5.29 of shared experts, .79 of the dense layer, .33 of the router, 2.35
     # of the head
     "the sum of what a token of K2 reads": (lambda: read_for_a_token(Parallelism()), 32.98e9, 0.001),
