@@ -358,10 +358,14 @@ def _show_plan(job: Job, plan: JobPlan) -> None:
     if job.target is not None:
         kind = "private" if plan.private else "public"
         print_line(f"publishes to {job.target.name} ({kind}) through its branch {plan.branch}")
-    allowed = ""
+    limit = ""
     if plan.max_disk is not None:
-        allowed = f" at once, may use {format_bytes(plan.max_disk)}"
-    print_line(f"disk: needs {format_bytes(plan.disk_needed)}{allowed}, free {format_bytes(plan.disk_free)}")
+        limit = f" at once, may use {format_bytes(plan.max_disk)}"
+    elif num_done:
+        limit = (
+            f", of which {format_bytes(sum(shard.bytes_out for shard in plan.shards if shard.finished))} are written"
+        )
+    print_line(f"disk: needs {format_bytes(plan.disk_needed)}{limit}, free {format_bytes(plan.disk_free)}")
 
 
 def _left_line(plan: JobPlan) -> str:

@@ -109,6 +109,9 @@ def test_a_dry_run_says_bytes_and_memory_and_leaves_nothing(run_cli: RunCli, tin
     assert document["bytes_to_write"] == document["tensor_bytes_out"]
     assert 0 < document["memory_needed"] < document["memory_available"]
     assert list(tmp_path.iterdir()) == []
+    assert ", of which" not in shown
+    run_cli("run", tiny, tmp_path / "out", "--part", "1/2", code=0)
+    assert re.search(r"^disk: needs \S+ MB, of which \S+ MB are written, free ", run_cli(*words).stdout, re.MULTILINE)
 
 
 def test_layers_are_counted_by_their_experts(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
