@@ -12,7 +12,7 @@ from k2convert.deploy.serving import ENGINE_NAMES, result_deployment, serve_comm
 from k2convert.hub.own_card import marked
 from k2convert.hub.source_card import SourceCard, front_matter
 from k2convert.models import find_family
-from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts
+from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts, Role
 from k2convert.models.source_formats import INT4
 from k2convert.quantize.rules import RULES
 from k2convert.report.content import role_name
@@ -89,9 +89,11 @@ def _first_sentences(report: Report, family: ModelCardFacts, base_model: str | N
         kept.append("vision tower and projector")
     exceptions = ""
     if report.ledger.calibration is not None and report.ledger.calibration.exponents_digest is not None:
+        scaled = ["the norm before the experts", "the router"]
+        if Role.SHARED_EXPERTS not in (*recipe.roles, *recipe.fp8):
+            scaled.append("gate and up of the shared experts")
         exceptions = (
-            ". The exceptions are the norm before the experts, the router, and gate and up of the shared experts: "
-            "smoothing multiplied or divided their channels by powers of two"
+            f". The exceptions are {joined(scaled)}: smoothing multiplied or divided their channels by powers of two"
         )
     scale = "one power-of-two scale" if rule is not None and rule.has_power_of_two_scale else "one FP32 scale"
     return (

@@ -36,6 +36,7 @@ def test_run_and_validate_look_as_they_should(columns: int, rows: int, tiny: Pat
     if columns == 80:
         plain = in_terminal("validate", "out", columns=columns, rows=rows, folder=tmp_path, NO_COLOR="1")
         assert not re.search(r"\x1b\[[0-9;]*3[0-9]", plain.raw)
+        assert re.search(r"out: passed, but \d+ rules and the weights need --source", plain.screen.stable)
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])

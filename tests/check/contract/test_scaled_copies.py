@@ -13,6 +13,8 @@ from converted import seal
 from k2convert.check.results import LayersRequest, ValidationReport, Verdict
 from k2convert.check.validate import validate_checkpoint
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.hub.source_card import SourceCard
+from k2convert.report import card_files
 from scripts.fixture_maker import make_k25
 from scripts.fixture_maker.damage import edit_json, edit_tensor
 from scripts.fixture_maker.folder import read_small, write_small
@@ -51,6 +53,15 @@ def validate(folder: Path, source: Path, **options: Any) -> ValidationReport:
     return validate_checkpoint(folder=folder, source=open_checkpoint(source), **options)
 
 
+def card_of(folder: Path, validation: ValidationReport) -> str:
+    """The card that the Hub would get."""
+    tensors = open_checkpoint(folder).tensors.values()
+    files = card_files(
+        folder, repo="me/out", base_model=None, source=SourceCard(), validation=validation, tensors=tensors
+    )
+    return files["README.md"].decode()
+
+
 def offenders(report: ValidationReport) -> dict[int, dict[str, str]]:
     """What each rule that failed says, by name."""
     failed = (rule for rule in report.contract.rules if rule.verdict is Verdict.FAIL)
@@ -80,6 +91,9 @@ def test_a_smoothed_result_keeps_all_rules(recipe: dict[str, Any], tensors: int,
         assert note.endswith("2 of them scaled" if tensors == 18 else "4 of them scaled")
     assert report.weights is not None
     assert len(report.weights.errors) == tensors
+    card = card_of(convert(**recipe), report)
+    assert ("the norm before the experts" in card) == (recipe.get("activations") != "w4a16")
+    assert ("gate and up of the shared experts" in card) == (recipe.get("activations") == "w4a4"), "if these are copied"
 
 
 @pytest.mark.slow
