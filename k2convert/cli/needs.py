@@ -125,11 +125,13 @@ def text_lines(plan: CalibrationPlan) -> list[str]:
 def _default_line(plan: CalibrationPlan) -> str | None:
     if not plan.layer_pass.text.by_default:
         return None
-    from k2convert.text.windows import TOKENS_PER_INPUT, experts_per_token
+    from k2convert.text.windows import TOKENS_PER_INPUT, experts_per_token, fitted_tokens
 
     inputs = plan.architecture.moe_intermediate_size
-    tokens = plan.layer_pass.text.windows.tokens
-    each = tokens * experts_per_token(plan.source) // max(plan.architecture.num_experts, 1)
+    text = plan.layer_pass.text.windows
+    tokens = text.tokens
+    fitted = fitted_tokens(tokens, window=text.window)
+    each = fitted * experts_per_token(plan.source) // max(plan.architecture.num_experts, 1)
     return (
         f"default: {tokens:,} tokens, or {each:,} per expert if spread evenly; an expert needs "
         f"{TOKENS_PER_INPUT * inputs:,} ({TOKENS_PER_INPUT} per input)"
@@ -145,7 +147,7 @@ def fewest_tokens(layers: Mapping[int, Sequence[int]]) -> tuple[int, int]:
 
 def _expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int]]) -> str:
     """Return how many tokens the median expert got, in a line; if they are few, with the key that gives more."""
-    from k2convert.text.windows import TOKENS_PER_INPUT
+    from k2convert.text.windows import TOKENS_PER_INPUT, tokens_to_fit
 
     layer, got = fewest_tokens(layers)
     inputs = plan.architecture.moe_intermediate_size
@@ -154,8 +156,8 @@ def _expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int
         return line
     windows = plan.layer_pass.text.windows
     window = windows.ids.shape[1]
-    enough = -(-windows.ids.size * TOKENS_PER_INPUT * inputs // max(got, 1))
-    enough = -(-enough // window) * window
+    fitted = windows.ids.size - plan.held_out_windows * window
+    enough = tokens_to_fit(-(-fitted * TOKENS_PER_INPUT * inputs // max(got, 1)), window=window)
     ways: list[str] = []
     if windows.ids.size < windows.tokens:
         ways.append(f"a longer text than these {windows.ids.size:,} tokens")
@@ -174,7 +176,7 @@ def show_outputs(found: CalibrationRecord, plan: CalibrationPlan | None) -> None
             f"the INT4 model's (layer {number}; {worst.mse_error:.5f} with that layer by rule mse)"
         )
     console.print_line(line)
-    console.print_line("rule gptq keeps outputs, so its error of weights is larger than that of rule mse")
+    console.print_line("rule gptq preserves outputs, so its weight error is usually larger than that of rule mse")
     if plan is not None:
         tokens = {number: layer.tokens for number, layer in found.layers.items()}
         console.print_line(_expert_tokens_line(plan, tokens))

@@ -98,6 +98,11 @@ class CalibrationRecord:
         return any(layer.gptq is not None for layer in self.layers.values())
 
     @property
+    def num_unfitted(self) -> int:
+        """Experts with fewer than MIN_TOKENS tokens: rule `mse` converted their down projections."""
+        return sum(count < MIN_TOKENS for layer in self.layers.values() for count in layer.tokens)
+
+    @property
     def held_out(self) -> dict[int, OutputErrors]:
         """The errors after each converted layer on windows kept out of the fit, in order; empty if unknown."""
         layers = {number: layer.gptq for number, layer in self.layers.items()} | self.dense_layers

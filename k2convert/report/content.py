@@ -16,7 +16,7 @@ from k2convert.deploy.memory import KV_BYTES, UTILIZATION, fewest_holders, gigab
 from k2convert.errors import counted, exact_zero, format_decibels, quoted, shortened
 from k2convert.models.source_formats import NVFP4_BITS
 from k2convert.plan.recipe import Recipe
-from k2convert.records.calibration import CalibrationRecord, LayerCalibration
+from k2convert.records.calibration import MIN_TOKENS, CalibrationRecord, LayerCalibration
 from k2convert.records.evaluation import Evaluation, EvaluationRow, WorstToken
 from k2convert.records.ledger import TOTAL, shown_totals
 from k2convert.report.figures import Report
@@ -120,8 +120,8 @@ def caution(report: Report) -> str:
     text = f"These are errors of weights against {exact}. {change} {size}"
     if calibration is not None and calibration.gptq:
         text += (
-            " Rule gptq preserves the outputs of layers, not the weights, so its weight errors are larger than those "
-            "of rule mse. See the error after each layer."
+            " Rule gptq preserves the outputs of layers, not the weights, so its weight errors are usually larger "
+            "than those of rule mse. See the error after each layer."
         )
     if report.ledger.recipe.activations == "w4a4":
         text += " FP4 activations add error at run time, "
@@ -287,6 +287,11 @@ def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
         "Rule `gptq` quantizes layer by layer. Within a row, later weights compensate for the rounding of "
         "earlier ones; each layer also compensates for the errors of those before it, on the calibration inputs."
     )
+    if few := record.num_unfitted:
+        total = sum(len(layer.tokens) for layer in record.layers.values())
+        sentence = f"{few:,} of {total:,} experts saw fewer than {MIN_TOKENS} tokens: rule mse converted their "
+        sentence += "down projections."
+        yield f"Warning: {sentence} Use a longer text." if 2 * few > total else sentence
     held_out = list(record.held_out.values())
     if not held_out:
         yield f"The output error: {record.measured_on}."

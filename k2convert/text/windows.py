@@ -272,15 +272,28 @@ def experts_per_token(source: Checkpoint) -> int:
 
 
 def default_tokens(source: Checkpoint, *, window: int) -> int:
-    """Return the tokens with which the median expert has TOKENS_PER_INPUT for each input if all experts get the same.
+    """Return the tokens of which an expert is fitted to TOKENS_PER_INPUT for each input if all experts get the same.
 
-    They fill whole windows, and are never few. Raises PlanError if the config has no counts.
+    They fill whole windows, held-out ones included, and are never few. Raises PlanError if the config has no counts.
     """
     architecture = read_architecture(source)
     inputs = architecture.moe_intermediate_size * architecture.num_experts
     needed = -(-TOKENS_PER_INPUT * inputs // experts_per_token(source))
     tokens = min(max(needed, _LEAST_TOKENS), _MOST_TOKENS)
-    return -(-tokens // window) * window
+    return tokens_to_fit(tokens, window=window)
+
+
+def tokens_to_fit(fitted: int, *, window: int) -> int:
+    """Return the least tokens, in whole windows, of which so many are not held out."""
+    tokens = max(-(-fitted // window), 1) * window
+    while (missing := fitted - fitted_tokens(tokens, window=window)) > 0:
+        tokens += -(-missing // window) * window
+    return tokens
+
+
+def fitted_tokens(tokens: int, *, window: int) -> int:
+    """Return how many tokens of whole windows are not held out."""
+    return int(np.count_nonzero(~held_out(tokens // window))) * window
 
 
 @dataclass(frozen=True, slots=True)
