@@ -46,7 +46,7 @@ def evaluate(
         AskedActivations | None, option("Activations of NVFP4 weights [default: as config.json declares].")
     ] = None,
     kv_cache: Annotated[
-        ComputedKvCache | None, option("Round what a KV cache holds, but not the reference's [default: FP32].")
+        ComputedKvCache | None, option("Compute as with such a KV cache, except the reference [default: FP32].")
     ] = None,
     device: DeviceOption = "auto",
     max_disk: MaxDisk = None,

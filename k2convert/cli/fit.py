@@ -26,7 +26,8 @@ Experts = Annotated[
     ),
 ]
 Recipe = Annotated[
-    str | None, option("Of a source: a file, or a name that `recipes` lists [default: by family].", "RECIPE")
+    str | None,
+    option("Of a source: a file, or a name that `recipes` lists [default: by the model].", "RECIPE"),
 ]
 
 
@@ -41,9 +42,9 @@ def fit(
     count: Annotated[int | None, option("Number of GPUs.", "N", min=1, max=1024)] = None,
     context: Annotated[
         int | None,
-        option("Tokens of one request, with its answer [default: 8192, or the model's most].", "N", min=1),
+        option("Tokens of a request and its answer [default: 8192, or the model's maximum].", "N", min=1),
     ] = None,
-    requests: Annotated[int, option("Requests at a time.", "N", min=1)] = 1,
+    requests: Annotated[int, option("Concurrent requests.", "N", min=1)] = 1,
     kv: Annotated[ServedKvCache | None, option("KV cache [default: as config.json declares, else bf16].")] = None,
     tp: Annotated[int | None, option("Tensor parallelism: GPUs that share each layer.", "N", min=1)] = None,
     ep: Annotated[
@@ -59,9 +60,7 @@ def fit(
     overhead: Annotated[
         str | None,
         option(
-            "Memory for activations, CUDA graphs and NCCL on each GPU [default: 3GB, 8.7GB on H200].",
-            "BYTES",
-            check=check_size,
+            "Memory for activations, CUDA graphs and NCCL [default: 3GB, 8.7GB on H200].", "BYTES", check=check_size
         ),
     ] = None,
     experts: Experts = None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from k2convert.calibration.conversion import CalibrationPlan
     from k2convert.forward.layer_pass import PassText
 
-TIME_NOTE: Final = "time: known from its rate after the first layer"
+TIME_NOTE: Final = "time: estimated once the first layer is done"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ def prune(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Copy a checkpoint with some experts of each MoE layer. The copy is a source like any other. Running it again
+    """Copy a checkpoint with only some experts of each MoE layer. The copy is a source like any other. Running it again
     resumes.
     """
     from k2convert.checkpoint.index import missing_sidecars

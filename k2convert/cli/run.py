@@ -31,7 +31,7 @@ from k2convert.errors import read_size, require_extra
 from k2convert.hub.client import SCHEME, Hub, bound_memory
 
 RESULT: Final = "Result"
-_GPU_UNUSED: Final = "note: --device cuda: the conversion runs on the CPU. A GPU computes the text of --calibrate."
+_GPU_UNUSED: Final = "note: --device cuda: the conversion runs on the CPU. A GPU is used only with --calibrate."
 
 Destination = Annotated[
     str, argument("DEST", "Folder of the converted checkpoint, or hf://owner/name[@branch].", check_new_place)
@@ -44,20 +44,22 @@ RuleOption = Annotated[
     Rule | None,
     option(
         "mse: least squared error; max: max calibration; gptq: fitted to the text of --calibrate "
-        "[default: by recipe; gptq with --calibrate]."
+        "[default: from the recipe; gptq with --calibrate]."
     ),
 ]
-Recipe = Annotated[str | None, option("A file, or a name that `recipes` lists [default: by family].", "RECIPE", RESULT)]
+Recipe = Annotated[
+    str | None, option("A file, or a name that `recipes` lists [default: by the model].", "RECIPE", RESULT)
+]
 SETTINGS_HELP: Final = "Change a key of the recipe: smoothing=false, kv_cache=fp8, target=bf16. May be repeated."
 Settings = Annotated[list[str] | None, option(SETTINGS_HELP, "KEY=VALUE", RESULT, name="--set")]
 LayoutOption = Annotated[
-    Layout | None, option("Tensor names and config of the result [default: by recipe].", panel=RESULT)
+    Layout | None, option("Tensor names and config of the result [default: from the recipe].", panel=RESULT)
 ]
 ActivationsOption = Annotated[
-    Activations | None, option("4-bit activations, or weight-only [default: by recipe].", panel=RESULT)
+    Activations | None, option("4-bit activations, or weight-only [default: from the recipe].", panel=RESULT)
 ]
 Verify = Annotated[bool, flag("--verify", "Hash every finished shard, and convert damaged ones again.", CHECKS)]
-Workers = Annotated[int | None, option("Shards at a time [default: by cores and devices].", "N", MACHINE, min=1)]
+Workers = Annotated[int | None, option("Shards at a time [default: from cores and devices].", "N", MACHINE, min=1)]
 PartOption = Annotated[str | None, option("Convert part I of N. Run without it at the end.", "I/N", MACHINE)]
 RAY_HELP: Final = "Convert on a Ray cluster: its address, or auto for the one here."
 Ray = Annotated[str | None, option(RAY_HELP, "ADDRESS", MACHINE)]

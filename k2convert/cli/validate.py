@@ -44,13 +44,16 @@ def validate(
     ] = None,
     text: Annotated[
         list[Path] | None,
-        option(f"Text for --layers ({TEXT_FORMS}): its 2,048 tokens [default: synthetic hidden states].", "FILE"),
+        option(
+            f"Text for --layers ({TEXT_FORMS}), 2,048 tokens of it are used [default: synthetic hidden states].",
+            "FILE",
+        ),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check a converted checkpoint and measure its error. It checks the servable contract, every weight, and MoE
-    layers on request. Exit code 3 if it fails.
+    """Check a converted checkpoint and measure its error. It checks nineteen rules, most of them the engines' own;
+    with --source every weight too, and MoE layers on request. Exit code 3 if it fails.
     """
     from k2convert.check.results import LAYERS_OF_FOLDERS
     from k2convert.cli import console
@@ -145,5 +148,5 @@ def failed_validation(opened: "OpenResult", command: "JobCommand | None", *, is_
         problem += f" `{command.verifying().line(here=str(Path.cwd()))}` converts missing and changed shards again."
         problem += " If a rule names a fault of the source, mend it first."
     elif not result.startswith(SCHEME):
-        problem += " If it is a copy, copy it again. Otherwise convert it again."
+        problem += " If it is a copy, copy it again. Otherwise run its conversion again."
     return InvalidCheckpointError(f"{problem} {opened.doubt}".rstrip())

@@ -32,8 +32,8 @@ FP8_NOTE: Final = (
 NVFP4_NOTES: Final[dict["Nvfp4Kind", str]] = {
     "native": "NVFP4 runs in hardware. Weight-only checkpoints keep 16-bit activations.",
     "slow": "NVFP4 runs in hardware, but INT4 is faster on RTX PRO 6000 today: on 8 of them, with an FP8 KV cache, one "
-    "request of K2.5 ran at 53 to 55 tokens/s in NVFP4 and at 79 in INT4 (github.com/local-inference-lab/rtx6kpro). No "
-    "such comparison is known on DGX Spark.",
+    "request of K2.5 ran at 53 to 55 tokens/s in NVFP4 (SGLang) and at 79 in INT4 (vLLM; "
+    "github.com/local-inference-lab/rtx6kpro). No such comparison is known on DGX Spark.",
     "marlin": "NVFP4 runs as weight-only, by Marlin kernels, and is no faster than the 4-bit weights of the source.",
     "unknown": "NVFP4 runs in hardware on Blackwell, and as weight-only by Marlin kernels before it. "
     "AMD's GPUs cannot run it.",

@@ -199,7 +199,7 @@ def check_replaced(output: Output, text: EvaluationText, models: Sequence[Evalua
         modes = ", ".join(dict.fromkeys(row.model.mode or shortened(row.model.name) for row in lost))
         texts = ", ".join(shortened(name) for name, _ in found.text.texts)
         if found.text.texts == text.texts and found.text.token_ids != text.token_ids:
-            texts += ", of other token ids"
+            texts += ", other tokens or windows of it"
         raise DestinationError(
             f"{output.path}: holds another evaluation ({texts}: {modes}). Delete it, or name a different file with "
             "--out of `k2convert evaluate`. One command computes several models and modes."

@@ -34,7 +34,7 @@ _SGLANG_SWITCHES: Final = (
 
 _INT4_IS_FASTER: Final = (
     "On RTX PRO 6000 the NVFP4 kernels are slow today, and the INT4 source is faster: on 8 of them, with an FP8 KV "
-    "cache, one request of Kimi K2.5 got 53 to 55 tokens per second with NVFP4, and 79 with INT4 "
+    "cache, one request of Kimi K2.5 got 53 to 55 tokens per second with NVFP4 in SGLang, and 79 with INT4 in vLLM "
     "(https://github.com/local-inference-lab/rtx6kpro). No such comparison is known on DGX Spark."
 )
 

@@ -123,7 +123,7 @@ def test_a_dry_run_with_a_text_computes_nothing_and_names_the_table_of_machines(
         words = ("evaluate", cut, cut, "--text", ids, "--tokens", 128, "--window", 64, "--out", tmp_path / "out")
     shown = run_here(*words, "--dry-run", code=0).stdout
     assert "memory: needs about " in shown
-    assert "time: known from its rate after the first layer" in shown
+    assert "time: estimated once the first layer is done" in shown
     assert ("k2convert guide calibrate" in shown) == (verb == "run")
     assert not list(tmp_path.iterdir())
 

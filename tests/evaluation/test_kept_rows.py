@@ -114,7 +114,7 @@ def test_an_evaluation_is_not_taken_for_one_of_the_ids_of_another_tokenizer(
     for folder in pair:
         other_ids(folder)
     refused = evaluate(*pair, text=text, code=1).stderr
-    assert "holds another evaluation (calibration.txt, of other token ids: W4A4). Delete it" in refused
+    assert "holds another evaluation (calibration.txt, other tokens or windows of it: W4A4). Delete it" in refused
     (pair[1] / "evaluation.json").unlink()
     assert "already complete" not in evaluate(*pair, text=text).stderr
 

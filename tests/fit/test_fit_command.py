@@ -242,7 +242,7 @@ def test_the_list_counts_requests_of_the_model_s_maximum(k2_headers: Path) -> No
 def test_the_list_says_where_nvfp4_does_not_pay(tiny: Path) -> None:
     shown = run_fit(tiny).stderr
     assert "RTX PRO 6000, DGX Spark: NVFP4 runs in hardware, but INT4 is faster on RTX PRO 6000 today: " in shown
-    assert "FP8 KV cache, one request of K2.5 ran at 53 to 55 tokens/s in NVFP4 and at 79 in INT4" in shown
+    assert "FP8 KV cache, one request of K2.5 ran at 53 to 55 tokens/s in NVFP4 (SGLang) and at 79 in INT4" in shown
     assert "No such comparison is known on DGX Spark" in shown
     assert "A100 80 GB, H100, H100 NVL, H20, H200: NVFP4 runs as weight-only" in shown
     assert shown.index("53 to 55 tokens/s") < shown.index("next:")

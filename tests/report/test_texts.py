@@ -93,6 +93,25 @@ def test_the_held_out_error_is_stated_with_the_rule_that_it_is_compared_with(eva
     assert "| 2 | 0 | 70 | 2,000,000 | 0.00247 | 0.00691 | 0.001 |" in evaluated.markdown.read_text()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        ((64, 64, 64, 64), None),
+        ((63, 64, 64, 64), "3 of 12 experts saw fewer than 64 tokens: rule mse converted their down projections. The"),
+        ((0, 1, 63, 64), "Warning: 9 of 12 experts saw fewer than 64 tokens: rule mse converted their down "),
+    ],
+)
+def test_experts_that_saw_few_tokens_are_counted(
+    tokens: tuple[int, ...], sentence: str | None, records_only: Path
+) -> None:
+    record = gptq_record()
+    layers = {number: replace(layer, tokens=tokens) for number, layer in record.layers.items()}
+    ledger = replace(read_ledger(records_only), calibration=replace(record, layers=layers))
+    (records_only / "k2convert.json").write_bytes(encode(ledger))
+    text = as_read(write_report(folder=records_only).markdown.read_text())
+    assert "experts saw fewer" not in text if sentence is None else sentence in text
+
+
 def test_without_held_out_windows_no_error_is_stated(records_only: Path) -> None:
     ledger = replace(read_ledger(records_only), calibration=gptq_record(held_out=False))
     (records_only / "k2convert.json").write_bytes(encode(ledger))
