@@ -106,7 +106,7 @@ def _report(program: str, *arguments: str | Path) -> Any:
         command = [sys.executable, "-c", program, _PACKAGE, str(report), *map(str, arguments)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(report.read_text())
 
 

@@ -197,4 +197,6 @@ def unquoted_in_commands(source: str) -> list[str]:
 def test_commands_of_messages_can_be_pasted() -> None:
     assert unquoted_in_commands('f"{a}: lost. `k2convert status {folder}` says more."') == ["line 1: folder"]
     for path in (ROOT / "k2convert").rglob("*.py"):
-        assert not unquoted_in_commands(path.read_text()), f"{path}: use records.command.shell_line"
+        assert not unquoted_in_commands(path.read_text()), (
+            f"{path}: use records.command.shell_line, or below records shlex.quote for each word"
+        )

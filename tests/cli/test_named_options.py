@@ -43,7 +43,7 @@ VERBS = {
     "calibration/": {"run"},
     "evaluation/": {"evaluate"},
     "deploy/": {"fit"},
-    "plan/": {"run"},
+    "plan/": {"run", "inspect"},
     "text/": {"run", "evaluate"},
 }
 """The verbs whose options a file or a subpackage may name. What its messages suggest to run is another command."""
@@ -80,7 +80,7 @@ def test_every_option_that_is_named_exists_where_it_is_named() -> None:
     found = {(file, *sorted(options)) for file, text in named() if (options := wrong(file, text))}
     assert not found, (
         f"{found}: no verb that comes to this file has it. Correct it, or list it in OTHERS (another program's), "
-        "or in NEXT (that of a verb which is proposed)"
+        "or in NEXT (that of a verb which is proposed), or add the verb that comes there to VERBS"
     )
 
 
