@@ -94,7 +94,8 @@ class ModelServer:
                 }
             )
         unused = ("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics")
-        choice = dict.fromkeys(("logprobs", "stop_reason", "token_ids", "prompt_token_ids", "routed_experts"))
+        names = ("logprobs", "stop_reason", "token_ids", "prompt_token_ids", "routed_experts", "weight_versions")
+        choice = dict.fromkeys(names)
         choice |= {"index": 0, "text": " w0", "finish_reason": "length", "prompt_logprobs": rows}
         usage = {"prompt_tokens": len(ids), "total_tokens": len(ids) + 1, "completion_tokens": 1}
         head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": request["model"]}
