@@ -93,8 +93,8 @@ def check_source_form(source: Checkpoint, names: Mapping[str, TensorName], *, fa
             form = packed_form(tensor, source.tensors.get(f"{tensor_name.module}.{WEIGHT_SCALE}"))
         if form == NVFP4:
             raise PlanError(
-                f"{source.folder}: {name} ({tensor.dtype}): this checkpoint is already NVFP4. For another form, "
-                "convert the checkpoint that it was made of."
+                f"{source.folder}: {name} ({tensor.dtype}): this checkpoint is already NVFP4. Use the checkpoint "
+                "that it was made of to get another form."
             )
         if not form and known.packed_dtype != tensor.dtype:
             raise PlanError(
