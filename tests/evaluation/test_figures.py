@@ -122,7 +122,7 @@ def assert_same(found: Figures, expected: Figures, activations: str | None) -> N
     assert found.left_top5 == pytest.approx(expected.left_top5, abs=changed)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "activations"),
     [(kind, mode) for kind in MAKERS for mode in (("w4a16", "w4a4") if kind != "bf16" else (None,))],

@@ -28,7 +28,7 @@ def against(place: str, source: object) -> list[tuple[object, ...]]:
     return [(*words, "--source", source) for words in verbs]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_gone", [True, False], ids=["commit gone", "commit there"])
 @pytest.mark.parametrize("place", ["out", "hf://me/out"])
 def test_other_weights_are_no_verdict_and_every_remedy_works(
