@@ -92,4 +92,4 @@ def _conversion_line(conversion: Mapping[str, Any]) -> str:
     more = ""
     if compared is not None:
         more = f", {compared:.3f} of that of rule max"
-    return f"{line}: weight error {exact_zero(error)}{more}"
+    return f"{line}: NVFP4 weight error {exact_zero(error)}{more}"

@@ -93,7 +93,13 @@ def modes_of(checkpoint: Checkpoint, asked: AskedActivations | None) -> tuple[Ac
 
 
 def check_comparable(found: EvaluatedCheckpoint, reference: EvaluatedCheckpoint) -> None:
-    """Refuse a checkpoint of another model than the reference (CheckpointError)."""
+    """Refuse a checkpoint of another model than the reference, and the source of the reference (CheckpointError)."""
+    headers = {shard: header.digest for shard, header in found.checkpoint.headers.items()}
+    if reference.ledger is not None and reference.ledger.source.headers == headers:
+        raise CheckpointError(
+            f"{found.place}: is the source of {reference.place}, so it is the reference. Pass it first, and then the "
+            "result."
+        )
     pairs = [(read_architecture(one.checkpoint), vocabulary_size(one.checkpoint)) for one in (found, reference)]
     (ours, tokens), (theirs, their_tokens) = pairs
     for what, one, other in (

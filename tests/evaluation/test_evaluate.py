@@ -320,6 +320,8 @@ def test_checkpoints_that_do_not_compare(cut: Path, short: Path, result: Path, i
     ):
         assert_refused(evaluate(cut, other, "--text", ids, *SMALL, "--quiet"), says)
         assert not (other / "evaluation.json").exists()
+    assert_refused(evaluate(result, cut, "--text", ids, *SMALL), f"{cut}: is the source of {result}")
+    assert not (cut / "evaluation.json").exists()
     assert_refused(evaluate(cut, cut, "--text", ids, *SMALL), "Name a file with --out")
     assert_refused(evaluate(cut, result, "--text", ids, *SMALL, "--out", cut / "x.json"), "is inside the source")
 

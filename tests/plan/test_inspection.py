@@ -35,7 +35,7 @@ def test_nvfp4_weights_are_counted_as_weights(layout: str, tiny: Path, tmp_path:
     assert "156 NVFP4 projections" in shown.stdout
     assert "INT4" not in shown.stdout
     assert "cannot be converted" not in shown.stdout
-    assert f"converted by rule mse, layout {layout}, w4a4: weight error 0.00" in shown.stdout
+    assert f"converted by rule mse, layout {layout}, w4a4: NVFP4 weight error 0.00" in shown.stdout
     assert " of that of rule max\n" in shown.stdout
     assert said(shown.stderr) == f"next: k2convert validate {out} --source {tiny}\n"
 
