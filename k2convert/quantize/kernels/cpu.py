@@ -76,7 +76,7 @@ def mxfp4_counts(weight: Mxfp4Weight) -> NDArray[np.int64]:
     their (2v)**2, and the largest code. They are kept with the weight."""
     if weight.counts is None:
         counts = np.zeros(4 * 256, dtype=np.int64)
-        _cpu.tally_mxfp4(flat(weight.packed), flat(weight.scale_bytes), counts)
+        _cpu.count_mxfp4(flat(weight.packed), flat(weight.scale_bytes), counts)
         weight.counts = counts.reshape(256, 4)
     return weight.counts
 

@@ -6,7 +6,7 @@ usual recipe, converts a sample of the rows too, and its error is compared with 
 sample: `max` itself, and the cast, which is exact but for groups below its window.
 
 A conversion of INT4 weights whose columns have no factors counts on the way what the figures follow from
-(cpp/tally.hpp): the same counts, and the same sums but for their order.
+(cpp/counts.hpp): the same counts, and the same sums but for their order.
 Without them, `run` would need a fifth more CPU time.
 """
 

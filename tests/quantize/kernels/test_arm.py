@@ -211,7 +211,7 @@ def test_other_formats(driver: Path) -> None:
         mxfp4_counts(
             Mxfp4Weight(rng.integers(0, 256, (500, 128), np.uint8), rng.integers(0, 255, (500, 8)).astype(np.uint8))
         )
-    assert {name for name, _ in calls} >= {"measure_bf16", "quantize_mse_bf16", "quantize_max_bf16", "tally_mxfp4"}
+    assert {name for name, _ in calls} >= {"measure_bf16", "quantize_mse_bf16", "quantize_max_bf16", "count_mxfp4"}
     assert_equal_everywhere(driver, calls)
 
 

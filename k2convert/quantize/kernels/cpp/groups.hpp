@@ -4,9 +4,9 @@
 //
 //     count     16 bytes -> two histograms of |q|, one byte for each magnitude, and the set of magnitudes that occur
 //     search    histogram x error table [8, 16] -> the best of 16 candidates (see cpu.py)
-//     encode    byte shuffle by the candidate's map, block scale, tally
+//     encode    byte shuffle by the candidate's map, block scale, counts
 //
-// Some blocks are settled one by one with the full table, as rules/mse.py defines it: blocks of zeros, zero scales,
+// Some blocks are searched one by one with the full table, as rules/mse.py defines it: blocks of zeros, zero scales,
 // a best scale outside the normal range, and a capped error in the least sum (capped sums are at most too small). Under
 // `max` the block scale depends only on the source scale and the block's largest |q| (rounding to BF16 is monotone),
 // and so does every code. Both are computed once for each such pair, as rules/max.py defines them.
@@ -15,7 +15,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "tally.hpp"
+#include "counts.hpp"
 
 namespace k2 {
 
@@ -62,23 +62,23 @@ struct Batch {
     uint8_t* scale_bytes;    // 2 for each group
 };
 
-// The scale and the place in `choices` of a block that the search cannot settle. settle_block counts the block too.
-struct Settled {
-    int scale_byte, place;
+// The scale and the index in `choices` of a block that the batch cannot search. search_block counts the block too.
+struct BlockChoice {
+    int scale_byte, index;
 };
-Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTables& tables, Tally& tally,
+BlockChoice search_block(uint16_t bits, uint64_t word, int exponent, const SearchTables& tables, Counts& counts,
                      Totals& totals);
 
-// The same functions in plain C++ and with vectors; the latter take multiples of four groups or blocks. They add their
-// counts to the tally and the totals; g = 2**exponent. Words are histograms, see block_word.
+// The same functions in plain C++ and with vectors; the latter take multiples of four groups or blocks. They add to
+// the counts and the totals; g = 2**exponent. Words are histograms, see block_word.
 namespace portable {
-void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
-void convert_max(const Batch& batch, Tally& tally, Totals& totals);
+void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Counts& counts, Totals& totals);
+void convert_max(const Batch& batch, Counts& counts, Totals& totals);
 }  // namespace portable
 
 namespace vectors {
-void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
-void convert_max(const Batch& batch, Tally& tally, Totals& totals);
+void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Counts& counts, Totals& totals);
+void convert_max(const Batch& batch, Counts& counts, Totals& totals);
 }  // namespace vectors
 
 // The histogram of one block of 8 bytes: the number of |q| = k in byte k - 1.
@@ -96,13 +96,13 @@ inline uint64_t block_word(const uint8_t* packed) {
 }
 
 // The output nibbles of a choice.
-inline const uint8_t* map_of(const SearchTables& tables, int place) {
-    return tables.maps + 16 * (tables.choices[place] & 0xFF);
+inline const uint8_t* map_of(const SearchTables& tables, int index) {
+    return tables.maps + 16 * (tables.choices[index] & 0xFF);
 }
 
 // The magnitudes of a block that have capped errors in a choice.
-inline int capped_magnitudes(const SearchTables& tables, int place, uint8_t present) {
-    return tables.choices[place] >> 8 & present;
+inline int capped_magnitudes(const SearchTables& tables, int index, uint8_t present) {
+    return tables.choices[index] >> 8 & present;
 }
 
 // Bit k - 1 is set if the histogram has |q| = k.

@@ -14,7 +14,7 @@ namespace {
 void place_in_tables(Slot& slot, uint32_t bits, int exponent) {
     const SplitScale scale = split_scale(bits);
     const int grid_index = 32 + (scale.mantissa + 15) / 16 - 8 - kLowestStep;
-    // A zero scale has no tables and no position with a valid byte, so its blocks are settled one by one.
+    // A zero scale has no tables and no position with a valid byte, so its blocks are searched one by one.
     const bool is_zero = scale.mantissa == 0;
     slot.table = is_zero ? 0 : (scale.mantissa - kNumMantissas) * kMantissaBytes;
     slot.first = is_zero ? -(1 << 12) : 8 * (10 - (exponent - scale.exponent)) + grid_index;
@@ -52,32 +52,32 @@ void fill_max_rows(uint8_t* row, uint32_t bits, float global_scale) {
 template <class Open, class Convert, class ConvertRest>
 Counted convert_batches(const Int4& source, uint8_t* out, uint8_t* scale_bytes, Rule rule, const Open& open,
                         const Convert& convert, const ConvertRest& convert_rest) {
-    Tally& tally = thread_tally();
+    Counts& counts = thread_counts();
     Counted counted;
     int16_t slots[kBatchGroups];
     int64_t since_drained = 0;
     for (size_t first = 0; first < source.num_groups; first += kBatchGroups) {
-        if (tally.is_full() || since_drained >= kMaxGroups) {
-            tally.drain(rule, counted.pairs);
+        if (counts.is_full() || since_drained >= kMaxGroups) {
+            counts.drain(rule, counted.pairs);
             since_drained = 0;
         }
         const size_t size = std::min<size_t>(kBatchGroups, source.num_groups - first);
         for (size_t i = 0; i < size; ++i) {
             const uint16_t bits = source.scale_bits[first + i];
-            const int slot = tally.slot_of(bits);
-            slots[i] = static_cast<int16_t>(slot >= 0 ? slot : open(tally, bits));
+            const int slot = counts.slot_of(bits);
+            slots[i] = static_cast<int16_t>(slot >= 0 ? slot : open(counts, bits));
         }
         const size_t whole = uses_vectors() ? size / 4 * 4 : 0;
         const Batch batch{source.packed + 16 * first, slots, whole, out + 16 * first, scale_bytes + 2 * first};
-        if (whole > 0) convert(batch, tally, counted.totals);
+        if (whole > 0) convert(batch, counts, counted.totals);
         if (whole < size) {
             const Batch rest{batch.packed + 16 * whole, slots + whole, size - whole, batch.out + 16 * whole,
                              batch.scale_bytes + 2 * whole};
-            convert_rest(rest, tally, counted.totals);
+            convert_rest(rest, counts, counted.totals);
         }
         since_drained += static_cast<int64_t>(size);
     }
-    tally.drain(rule, counted.pairs);
+    counts.drain(rule, counted.pairs);
     merge_pairs(counted.pairs);
     return counted;
 }
@@ -108,10 +108,10 @@ uint16_t largest_bits_of(const uint16_t* scale_bits, size_t size) {
 
 }  // namespace
 
-Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTables& tables, Tally& tally,
+BlockChoice search_block(uint16_t bits, uint64_t word, int exponent, const SearchTables& tables, Counts& counts,
                      Totals& totals) {
     const SplitScale scale = split_scale(bits);
-    Settled settled{kOneByte, 0};
+    BlockChoice choice{kOneByte, 0};
     if (scale.mantissa == 0 || word == 0) {
         ++totals.equal_blocks;
     } else {
@@ -129,33 +129,33 @@ Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTab
         }
         totals.outside_normal += least < best;
         totals.equal_blocks += best == 0.0;
-        settled.scale_byte = tables.scale_bytes[offset * kNumCandidates + best_rank];
-        settled.place = (scale.mantissa - kNumMantissas) * kNumCandidates + best_rank;
+        choice.scale_byte = tables.scale_bytes[offset * kNumCandidates + best_rank];
+        choice.index = (scale.mantissa - kNumMantissas) * kNumCandidates + best_rank;
     }
-    tally.count_odd(static_cast<int64_t>(bits & 0x7FFF) << 8 | settled.scale_byte, word);
-    return settled;
+    counts.count_odd(static_cast<int64_t>(bits & 0x7FFF) << 8 | choice.scale_byte, word);
+    return choice;
 }
 
 Counted convert_mse(const Int4& source, int exponent, const SearchTables& tables, uint8_t* out, uint8_t* scale_bytes) {
-    const auto open = [&](Tally& tally, uint16_t bits) {
-        const int slot = tally.open_slot(bits, Rule::mse);
-        place_in_tables(tally.slot(slot), bits, exponent);
+    const auto open = [&](Counts& counts, uint16_t bits) {
+        const int slot = counts.open_slot(bits, Rule::mse);
+        place_in_tables(counts.slot(slot), bits, exponent);
         return slot;
     };
     return convert_batches(
         source, out, scale_bytes, Rule::mse, open,
-        [&](const Batch& batch, Tally& tally, Totals& totals) {
-            vectors::convert_mse(batch, exponent, tables, tally, totals);
+        [&](const Batch& batch, Counts& counts, Totals& totals) {
+            vectors::convert_mse(batch, exponent, tables, counts, totals);
         },
-        [&](const Batch& batch, Tally& tally, Totals& totals) {
-            portable::convert_mse(batch, exponent, tables, tally, totals);
+        [&](const Batch& batch, Counts& counts, Totals& totals) {
+            portable::convert_mse(batch, exponent, tables, counts, totals);
         });
 }
 
 Counted convert_max(const Int4& source, float global_scale, uint8_t* out, uint8_t* scale_bytes) {
-    const auto open = [&](Tally& tally, uint16_t bits) {
-        const int slot = tally.open_slot(bits, Rule::max);
-        fill_max_rows(tally.rows() + tally.slot(slot).row, bits, global_scale);
+    const auto open = [&](Counts& counts, uint16_t bits) {
+        const int slot = counts.open_slot(bits, Rule::max);
+        fill_max_rows(counts.rows() + counts.slot(slot).row, bits, global_scale);
         return slot;
     };
     return convert_batches(source, out, scale_bytes, Rule::max, open, vectors::convert_max, portable::convert_max);

@@ -46,9 +46,9 @@ RowSums measure_bf16(const uint16_t* source, const Quantized& written, size_t nu
 // Add the number of times that each byte occurs to 256 counts.
 void count_bytes(const uint8_t* bytes, size_t size, int64_t* counts);
 
-// What the figures of MXFP4 weights follow from. Add to tallies[256][4], by the scale byte: groups with a code that is not
+// What the figures of MXFP4 weights follow from. Add to counts[256][4], by the scale byte: groups with a code that is not
 // zero, such codes, and the sum of (2v)**2; the last is the largest code.
-void tally_mxfp4(const uint8_t* packed, const uint8_t* scale_bytes, size_t num_groups, int64_t* tallies);
+void count_mxfp4(const uint8_t* packed, const uint8_t* scale_bytes, size_t num_groups, int64_t* counts);
 
 // Squared error s**2 A of a block below which it is added up element by element.
 constexpr double kLeastShare = 0x1p-20;

@@ -190,9 +190,9 @@ void count_bytes(const In<uint8_t>& bytes, const Out<int64_t>& counts) {
     k2::count_bytes(bytes.data(), bytes.size(), counts.data());
 }
 
-void tally_mxfp4(const In<uint8_t>& packed, const In<uint8_t>& scale_bytes, const Out<int64_t>& tallies) {
-    require(packed.size() == 16 * scale_bytes.size() && tallies.size() == 4 * 256, "sizes do not fit");
-    k2::tally_mxfp4(packed.data(), scale_bytes.data(), scale_bytes.size(), tallies.data());
+void count_mxfp4(const In<uint8_t>& packed, const In<uint8_t>& scale_bytes, const Out<int64_t>& counts) {
+    require(packed.size() == 16 * scale_bytes.size() && counts.size() == 4 * 256, "sizes do not fit");
+    k2::count_mxfp4(packed.data(), scale_bytes.data(), scale_bytes.size(), counts.data());
 }
 
 void round_gptq(const In<float>& target, const In<float>& form, const In<float>& factor,
@@ -230,7 +230,7 @@ NB_MODULE(_cpu, module) {
     module.def("encode_fp8", &encode_fp8, freely);
     module.def("measure_fp8", &measure_fp8, freely);
     module.def("count_bytes", &count_bytes, freely);
-    module.def("tally_mxfp4", &tally_mxfp4, freely);
+    module.def("count_mxfp4", &count_mxfp4, freely);
     module.def("round_gptq", &round_gptq, freely);
     module.def("instructions", &k2::instructions);
     module.def("use_instructions", &use_instructions);

@@ -8,8 +8,8 @@
 
 namespace k2::vectors {
 
-void convert_mse(const Batch&, int, const SearchTables&, Tally&, Totals&) {}
-void convert_max(const Batch&, Tally&, Totals&) {}
+void convert_mse(const Batch&, int, const SearchTables&, Counts&, Totals&) {}
+void convert_max(const Batch&, Counts&, Totals&) {}
 RowSums measure_int4(const Int4&, const Quantized&, Figures&) { return {}; }
 void round_tile(const Rounding&, size_t, size_t, float*, uint8_t*) {}
 

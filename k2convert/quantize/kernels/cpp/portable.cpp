@@ -42,34 +42,34 @@ int32_t num_counted(uint64_t word) {
 
 }  // namespace
 
-void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals) {
+void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Counts& counts, Totals& totals) {
     for (size_t block = 0; block < 2 * batch.num_groups; ++block) {
         const uint8_t* packed = batch.packed + 8 * block;
         const int number = batch.slots[block / 2];
-        const Slot& slot = tally.slot(number);
+        const Slot& slot = counts.slot(number);
         const uint64_t word = block_word(packed);
         const uint8_t present = present_magnitudes(word);
         const int32_t key = search_block(tables, static_cast<size_t>(slot.table), present, word);
         const int position = ~key & 0xFF, scale_byte = slot.first + position;
-        Settled settled{scale_byte, slot.rank - position};
+        BlockChoice choice{scale_byte, slot.rank - position};
         if (word == 0 || scale_byte < kMinNormalByte || scale_byte > kMaxByte ||
-            capped_magnitudes(tables, settled.place, present) != 0) {
-            settled = settle_block(tally.bits_of(number), word, exponent, tables, tally, totals);
+            capped_magnitudes(tables, choice.index, present) != 0) {
+            choice = search_block(counts.bits_of(number), word, exponent, tables, counts, totals);
         } else {
-            count_row(tally.rows() + slot.row + position * kRowBytes, word);
+            count_row(counts.rows() + slot.row + position * kRowBytes, word);
             totals.equal_blocks += (key >> 8) == -32768 * num_counted(word);
         }
-        batch.scale_bytes[block] = static_cast<uint8_t>(settled.scale_byte);
-        encode_block(packed, map_of(tables, settled.place), batch.out + 8 * block);
+        batch.scale_bytes[block] = static_cast<uint8_t>(choice.scale_byte);
+        encode_block(packed, map_of(tables, choice.index), batch.out + 8 * block);
     }
 }
 
-void convert_max(const Batch& batch, Tally& tally, Totals& totals) {
+void convert_max(const Batch& batch, Counts& counts, Totals& totals) {
     for (size_t block = 0; block < 2 * batch.num_groups; ++block) {
         const uint8_t* packed = batch.packed + 8 * block;
         const uint64_t word = block_word(packed);
         const uint8_t present = present_magnitudes(word);
-        uint8_t* row = tally.rows() + tally.slot(batch.slots[block / 2]).row + largest_magnitude(present) * kRowBytes;
+        uint8_t* row = counts.rows() + counts.slot(batch.slots[block / 2]).row + largest_magnitude(present) * kRowBytes;
         count_row(row, word);
         totals.equal_blocks += (row[kInexactByte] & present) == 0;
         batch.scale_bytes[block] = row[kScaleByte];

@@ -137,11 +137,11 @@ void count_batch(const Batch& batch, Buffers& buffers) {
 
 }  // namespace
 
-void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals) {
+void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Counts& counts, Totals& totals) {
     Buffers buffers;
     count_batch(batch, buffers);
-    const Slot* slots = tally.slots();
-    uint8_t* rows = tally.rows();
+    const Slot* slots = counts.slots();
+    uint8_t* rows = counts.rows();
     const __m256i zero = _mm256_setzero_si256();
     __m256i equal_blocks = zero;
     for (size_t group = 0; group < batch.num_groups; group += 4) {
@@ -172,32 +172,32 @@ void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, T
         const __m256i sums = _mm256_add_epi32(_mm256_srai_epi32(keys, 8), _mm256_slli_epi32(counted, 15));
         equal_blocks = _mm256_sub_epi32(equal_blocks, _mm256_andnot_si256(odd_ones, _mm256_cmpeq_epi32(sums, zero)));
 
-        alignas(32) int32_t place[8], row[8];
+        alignas(32) int32_t index[8], row[8];
         alignas(32) uint8_t bytes[32];
         const __m256i narrowed = _mm256_packus_epi16(_mm256_packs_epi32(scale_bytes, zero), zero);
         const __m256i halves = _mm256_setr_epi32(0, 4, 1, 1, 1, 1, 1, 1);
         store(bytes, _mm256_permutevar8x32_epi32(narrowed, halves));
-        store(place, _mm256_sub_epi32(_mm256_shuffle_epi32(ranks_rows, 0x50), positions));
+        store(index, _mm256_sub_epi32(_mm256_shuffle_epi32(ranks_rows, 0x50), positions));
         store(row, _mm256_add_epi32(_mm256_shuffle_epi32(ranks_rows, 0xFA), _mm256_slli_epi32(positions, 6)));
-        int unsettled = _mm256_movemask_ps(_mm256_castsi256_ps(odd_ones)), capped = 0;
-        if (__builtin_expect(unsettled == 0, 1)) {
-            for (int i = 0; i < 8; ++i) capped |= capped_magnitudes(tables, place[i], present[i]);
+        int undecided = _mm256_movemask_ps(_mm256_castsi256_ps(odd_ones)), capped = 0;
+        if (__builtin_expect(undecided == 0, 1)) {
+            for (int i = 0; i < 8; ++i) capped |= capped_magnitudes(tables, index[i], present[i]);
         }
-        if (__builtin_expect((unsettled | capped) != 0, 0)) {
+        if (__builtin_expect((undecided | capped) != 0, 0)) {
             for (int i = 0; i < 8; ++i) {
-                if (!(unsettled >> i & 1) && !capped_magnitudes(tables, place[i], present[i])) continue;
-                const uint16_t bits = tally.bits_of(batch.slots[group + i / 2]);
-                const Settled settled = settle_block(bits, words[i], exponent, tables, tally, totals);
-                bytes[i] = static_cast<uint8_t>(settled.scale_byte);
-                place[i] = settled.place;
-                row[i] = Tally::spare_row();
+                if (!(undecided >> i & 1) && !capped_magnitudes(tables, index[i], present[i])) continue;
+                const uint16_t bits = counts.bits_of(batch.slots[group + i / 2]);
+                const BlockChoice choice = search_block(bits, words[i], exponent, tables, counts, totals);
+                bytes[i] = static_cast<uint8_t>(choice.scale_byte);
+                index[i] = choice.index;
+                row[i] = Counts::spare_row();
             }
         }
         std::memcpy(batch.scale_bytes + 2 * group, bytes, 8);
         for (int i = 0; i < 8; ++i) count_row(rows + row[i], words + i);
         for (int i = 0; i < 8; i += 4) {
             const uint8_t* maps[4];
-            for (int j = 0; j < 4; ++j) maps[j] = map_of(tables, place[i + j]);
+            for (int j = 0; j < 4; ++j) maps[j] = map_of(tables, index[i + j]);
             const size_t at = 16 * group + 8 * i;
             const __m256i codes = encode(split_nibbles(load_unaligned(batch.packed + at)), maps);
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(batch.out + at), codes);
@@ -208,9 +208,9 @@ void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, T
     for (const int32_t lane : lanes) totals.equal_blocks += lane;
 }
 
-void convert_max(const Batch& batch, Tally& tally, Totals& totals) {
-    uint8_t* rows = tally.rows();
-    const Slot* slots = tally.slots();
+void convert_max(const Batch& batch, Counts& counts, Totals& totals) {
+    uint8_t* rows = counts.rows();
+    const Slot* slots = counts.slots();
     int64_t equal_blocks = 0;
     for (size_t group = 0; group < batch.num_groups; group += 2) {
         const Nibbles nibbles = split_nibbles(load_unaligned(batch.packed + 16 * group));

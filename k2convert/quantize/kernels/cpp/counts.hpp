@@ -5,7 +5,7 @@
 //
 // Every distinct source scale gets a slot, and every slot a few rows, one for each block scale that its blocks usually
 // get. The row is found without a search: under `mse` by the candidate's position, under `max` by the block's
-// largest |q|. Blocks that are settled one by one (all zero, or with a best scale outside the normal E4M3 range) are
+// largest |q|. Blocks that are searched one by one (all zero, or with a best scale outside the normal E4M3 range) are
 // counted in a small hash table. A row is one cache line, with everything that a block needs:
 //
 //     byte  0..31                        32..35    36            37                           48..63
@@ -50,7 +50,7 @@ struct Counted {
     Totals totals;
 };
 
-// The places of a source scale in the tables of `mse`, see cpu.py.
+// Where a source scale is in the tables of `mse`, see cpu.py.
 struct Slot {
     int32_t table;  // byte offset of its mantissa's errors
     int32_t first;  // E4M3 byte of position 0, any integer
@@ -67,9 +67,9 @@ inline void count_row(uint8_t* row, uint64_t word) {
     std::memcpy(row, lanes, sizeof lanes);
 }
 
-class Tally {
+class Counts {
 public:
-    Tally();
+    Counts();
 
     // The slot of a scale, or -1.
     int slot_of(uint16_t bits) const { return slot_of_[bits]; }
@@ -86,7 +86,7 @@ public:
     void count_odd(int64_t key, uint64_t word);
     // Whether the next batch could need more room than is left.
     bool is_full() const;
-    // Move the counts since the last call to `pairs` and leave the tally empty.
+    // Move the counts since the last call to `pairs` and leave none.
     void drain(Rule rule, std::vector<Pair>& pairs);
 
 private:
@@ -98,8 +98,8 @@ private:
     int num_slots_ = 0, num_odd_ = 0;
 };
 
-// This thread's tally, empty.
-Tally& thread_tally();
+// The counts of this thread, all zero.
+Counts& thread_counts();
 
 // Sort pairs by key and add up those with equal keys. Minus zero is counted with zero.
 void merge_pairs(std::vector<Pair>& pairs);

@@ -1,4 +1,4 @@
-#include "tally.hpp"
+#include "counts.hpp"
 
 #include <algorithm>
 #include <memory>
@@ -25,13 +25,13 @@ bool is_used(const uint8_t* row) {
 
 }  // namespace
 
-Tally::Tally() {
+Counts::Counts() {
     std::memset(rows_ + spare_row(), 0, kRowBytes);
     std::fill(std::begin(odd_keys_), std::end(odd_keys_), -1);
     std::fill(std::begin(slot_of_), std::end(slot_of_), int16_t{-1});
 }
 
-int Tally::open_slot(uint16_t bits, Rule rule) {
+int Counts::open_slot(uint16_t bits, Rule rule) {
     const int slot = num_slots_++;
     slot_of_[bits] = static_cast<int16_t>(slot);
     slot_bits_[slot] = bits;
@@ -41,7 +41,7 @@ int Tally::open_slot(uint16_t bits, Rule rule) {
     return slot;
 }
 
-void Tally::count_odd(int64_t key, uint64_t word) {
+void Counts::count_odd(int64_t key, uint64_t word) {
     size_t place = static_cast<size_t>(key * 40503) & (kOddCapacity - 1);
     while (odd_keys_[place] != key) {
         if (odd_keys_[place] < 0) {
@@ -55,11 +55,11 @@ void Tally::count_odd(int64_t key, uint64_t word) {
     count_row(odd_rows_ + place * kRowBytes, word);
 }
 
-bool Tally::is_full() const {
+bool Counts::is_full() const {
     return num_slots_ > kMaxSlots - kBatchGroups || num_odd_ > kOddCapacity / 2 - 2 * kBatchGroups;
 }
 
-void Tally::drain(Rule rule, std::vector<Pair>& pairs) {
+void Counts::drain(Rule rule, std::vector<Pair>& pairs) {
     const int rows_per_slot = rule == Rule::mse ? kMseRows : kMaxRows;
     for (int slot = 0; slot < num_slots_; ++slot) {
         const int64_t bits = slot_bits_[slot] & 0x7FFF;
@@ -80,9 +80,9 @@ void Tally::drain(Rule rule, std::vector<Pair>& pairs) {
     num_slots_ = num_odd_ = 0;
 }
 
-Tally& thread_tally() {
-    thread_local const auto tally = std::make_unique<Tally>();
-    return *tally;
+Counts& thread_counts() {
+    thread_local const auto counts = std::make_unique<Counts>();
+    return *counts;
 }
 
 void merge_pairs(std::vector<Pair>& pairs) {
