@@ -147,10 +147,10 @@ def convert(
         if job.target is not None and job.is_published:
             from dataclasses import replace
 
-            from k2convert.job.publish import settle_published
+            from k2convert.job.publish import clean_up_published
 
             published = outcome_of(job, job.finished.only(()), job.finished)
-            return replace(published, commit=settle_published(job, job.target))
+            return replace(published, commit=clean_up_published(job, job.target))
         outcome = execute(job, verify=verify, events=listener)
         recipe_used = job.plan.recipe
         check_budget(job.destination.folder, recipe_used, below_budget(outcome.records.values(), recipe_used))

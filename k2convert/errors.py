@@ -236,12 +236,12 @@ def format_decibels(value: float) -> str:
     return "exact" if value > 0 else "broken"
 
 
-def check_disk(what: str, *, needed: int, allowed: int, remedy: str) -> None:
+def check_disk(subject: str, *, needed: int, allowed: int, remedy: str) -> None:
     """Refuse what needs more disk than it may use; raises DiskFullError with both numbers."""
     if needed > allowed:
         needs = format_bytes(needed)
         limit = format_bytes(allowed)
-        raise DiskFullError(f"{what} needs at least {needs} of disk at once, but may use {limit}. {remedy}")
+        raise DiskFullError(f"{subject} needs at least {needs} of disk at once, but may use {limit}. {remedy}")
 
 
 def parse_size(text: str) -> int:

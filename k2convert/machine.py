@@ -52,8 +52,8 @@ def num_cores() -> int:
 
 def available_memory() -> int:
     """Return the bytes of memory that this job may still use without swapping."""
-    found = _kilobytes("proc/meminfo").get("MemAvailable")
-    limits = [found or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), *_free_in_cgroups()]
+    available = _kilobytes("proc/meminfo").get("MemAvailable")
+    limits = [available or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), *_free_in_cgroups()]
     limits += [limit - _of_process("VmRSS") for limit in _slurm_memory()]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
@@ -78,7 +78,7 @@ def _of_process(name: str) -> int:
 
 def _kilobytes(name: str) -> dict[str, int]:
     words = (line.split() for line in _lines(ROOT / name))
-    return {found[0].rstrip(":"): int(found[1]) * 1024 for found in words if found[2:] == ["kB"]}
+    return {fields[0].rstrip(":"): int(fields[1]) * 1024 for fields in words if fields[2:] == ["kB"]}
 
 
 def _core_quotas() -> Iterator[int]:
@@ -94,8 +94,8 @@ def _core_quotas() -> Iterator[int]:
 
 def _free_in_cgroups() -> Iterator[int]:
     for folder in _cgroups("memory"):
-        found = [_words(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
-        limits = [int(words[0]) for words in found if words and words[0].isdecimal()]
+        settings = [_words(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+        limits = [int(words[0]) for words in settings if words and words[0].isdecimal()]
         used = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes")
         if limits and used:
             yield min(limits) - int(used[0]) + _file_cache(folder)
@@ -177,7 +177,7 @@ class BufferPool:
         if num_bytes > self._capacity_bytes // 4:
             return _map(held)
         with self._lock:
-            return self._take(_rounded(held - PAGE_BYTES) + PAGE_BYTES)[:held]
+            return self._allocate(_rounded(held - PAGE_BYTES) + PAGE_BYTES)[:held]
 
     def limit(self, capacity_bytes: int) -> None:
         """Keep at most this many bytes from now on."""
@@ -190,7 +190,7 @@ class BufferPool:
         with self._lock:
             self._arrays.clear()
 
-    def _take(self, num_bytes: int) -> NDArray[np.uint8]:
+    def _allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         for position in range(len(self._arrays)):
             array = self._arrays[position]
             if array.size == num_bytes and sys.getrefcount(array) == _FREE:

@@ -144,14 +144,14 @@ class Pruning:
 
     source: Checkpoint
     destination: Path
-    kept: KeptExperts
+    kept_experts: KeptExperts
     num_source_experts: int
     shards: tuple[PrunedShard, ...]
     finished: frozenset[str]
 
     @property
     def num_experts(self) -> int:
-        return len(next(iter(self.kept.values())))
+        return len(next(iter(self.kept_experts.values())))
 
     @property
     def num_bytes(self) -> int:
@@ -176,12 +176,12 @@ def plan_pruning(source_folder: Path, destination: Path, keep: Path) -> Pruning:
     names = parse_tensor_names(source, family=family)
     check_source_form(source, names, family=family)
     check_model(source, names, architecture, family)
-    kept = read_list(keep, architecture, source.config)
-    shards = tuple(_shards(source, names, family, kept))
-    _check_begun(destination, _begun(source, kept))
+    kept_experts = read_list(keep, architecture, source.config)
+    shards = tuple(_shards(source, names, family, kept_experts))
+    _check_begun(destination, _begun(source, kept_experts))
     finished = frozenset(shard.name for shard in shards if _is_written(destination / shard.name, shard))
     refuse_symlinks(destination, [*(Path(shard.name) for shard in shards), *sidecars], finished=finished)
-    pruning = Pruning(source, destination, kept, architecture.num_experts, shards, finished)
+    pruning = Pruning(source, destination, kept_experts, architecture.num_experts, shards, finished)
     small = sum(num_bytes_of(source.folder / path) for path in sidecars) + len(_encode_index(pruning))
     check_disk(
         f"{destination}: the copy",
@@ -200,7 +200,7 @@ def copy_pruned(pruning: Pruning, *, command: JobCommand | None = None, events: 
     folder = pruning.destination
     make_folder(folder / WORK_FOLDER)
     with lock_destination(folder, events=events), closing(ShardReader(pruning.source.path)) as reader:
-        begun = _begun(pruning.source, pruning.kept)
+        begun = _begun(pruning.source, pruning.kept_experts)
         _check_begun(folder, begun)  # another process may have begun since the plan
         record = folder / WORK_FOLDER / PRUNE_NAME
         if not record.exists():
@@ -220,10 +220,10 @@ def copy_pruned(pruning: Pruning, *, command: JobCommand | None = None, events: 
 
 
 def _shards(
-    source: Checkpoint, names: Mapping[str, TensorName], family: Family, kept: KeptExperts
+    source: Checkpoint, names: Mapping[str, TensorName], family: Family, kept_experts: KeptExperts
 ) -> Iterator[PrunedShard]:
     """Yield the shards of the copy. One with nothing but dropped experts is left out."""
-    numbers = {layer: {old: new for new, old in enumerate(experts)} for layer, experts in kept.items()}
+    numbers = {layer: {old: new for new, old in enumerate(experts)} for layer, experts in kept_experts.items()}
     for shard, header in source.headers.items():
         in_order = sorted(header.tensors.values(), key=lambda tensor: tensor.begin)
         pruned = (_pruned(tensor, names[tensor.name], family, numbers) for tensor in in_order)
@@ -282,10 +282,10 @@ def _other_files(pruning: Pruning) -> Iterator[tuple[Path, Content]]:
 
 
 def _encode_index(pruning: Pruning) -> bytes:
-    places = {tensor.name: shard.name for shard in pruning.shards for tensor in shard.tensors}
+    weight_map = {tensor.name: shard.name for shard in pruning.shards for tensor in shard.tensors}
     total = sum(tensor.num_bytes for shard in pruning.shards for tensor in shard.tensors)
     metadata = {**pruning.source.index_metadata, "total_size": total}
-    return dump_json({"metadata": metadata, "weight_map": dict(sorted(places.items()))})
+    return dump_json({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _encode_config(pruning: Pruning) -> bytes:
@@ -294,9 +294,9 @@ def _encode_config(pruning: Pruning) -> bytes:
     return dump_json(changed if text_config(config) is config else {**config, "text_config": changed})
 
 
-def _begun(source: Checkpoint, kept: KeptExperts) -> _Begun:
+def _begun(source: Checkpoint, kept_experts: KeptExperts) -> _Begun:
     identities = {shard: local_identity(source.path(shard)) for shard in source.headers}
-    return _Begun(source_digest(source), identities, dict(kept))
+    return _Begun(source_digest(source), identities, dict(kept_experts))
 
 
 def _check_begun(destination: Path, now: _Begun) -> None:
@@ -310,16 +310,16 @@ def _check_begun(destination: Path, now: _Begun) -> None:
             raise DestinationError(f"{files[0]}: is not from `k2convert prune`. Choose a new folder.")
         return
     before = read_document(_Begun, record)
-    what = ""
+    difference = ""
     if before.experts != now.experts:
         layer = next(n for n in {**before.experts, **now.experts} if before.experts.get(n) != now.experts.get(n))
-        what = f"with a different list of experts (layer {layer} differs)"
+        difference = f"with a different list of experts (layer {layer} differs)"
     elif before.source_headers != now.source_headers:
-        what = "from a different source: its headers differ"
+        difference = "from a different source: its headers differ"
     elif changed := changed_shards(before.source, now.source):
-        what = f"from a different source: {changed[0]} has other bytes"
-    if what:
-        raise ResumeError(f"{destination}: was made {what}. Choose a new folder, or delete this one.")
+        difference = f"from a different source: {changed[0]} has other bytes"
+    if difference:
+        raise ResumeError(f"{destination}: was made {difference}. Choose a new folder, or delete this one.")
 
 
 def _is_written(path: Path, shard: PrunedShard) -> bool:
@@ -351,28 +351,28 @@ def read_list(path: Path, architecture: Architecture, config: Mapping[str, Any])
             f"{path}: is for a model with {listed.num_source_experts} experts per layer, but this model has {total}. "
             "Use a file made for this model."
         )
-    kept = {layer: tuple(sorted(numbers)) for layer, numbers in sorted(listed.experts.items())}
+    kept_experts = {layer: tuple(sorted(numbers)) for layer, numbers in sorted(listed.experts.items())}
     try:
-        check_kept(kept, architecture, config)
+        check_kept(kept_experts, architecture, config)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
-    return kept
+    return kept_experts
 
 
-def check_kept(kept: KeptExperts, architecture: Architecture, config: Mapping[str, Any]) -> None:
+def check_kept(kept_experts: KeptExperts, architecture: Architecture, config: Mapping[str, Any]) -> None:
     """Refuse a list that does not fit the model, or with which its router could not choose (PlanError)."""
     total = architecture.num_experts
     layers = architecture.moe_layers
     if not layers:
         raise PlanError("the model has no MoE layers, so it has no experts to choose from.")
-    if wrong := sorted(set(kept) ^ set(layers)):
+    if wrong := sorted(set(kept_experts) ^ set(layers)):
         where = "has no layer" if wrong[0] in layers else "has the layer"
         raise PlanError(
             f"{where} {wrong[0]}, but the model's MoE layers are {layers[0]}..{layers[-1]} ({len(layers)}). Use a file "
             "made for this model."
         )
-    count = len(kept[layers[0]])
-    for layer, experts in kept.items():
+    count = len(kept_experts[layers[0]])
+    for layer, experts in kept_experts.items():
         if outside := [expert for expert in experts if not 0 <= expert < total]:
             raise PlanError(
                 f"layer {layer}: expert {quoted(outside[0])} is not in the model, which has 0..{total - 1}. "
@@ -391,10 +391,10 @@ def check_kept(kept: KeptExperts, architecture: Architecture, config: Mapping[st
             f"keeps {counted(count, 'expert')} per layer, but each token uses {top_k} "
             f"({key_of(config, 'num_experts_per_tok')}). Keep at least {top_k}."
         )
-    _check_groups(kept, count, top_k, total, config)
+    _check_groups(kept_experts, count, top_k, total, config)
 
 
-def _check_groups(kept: KeptExperts, count: int, top_k: int, total: int, config: Mapping[str, Any]) -> None:
+def _check_groups(kept_experts: KeptExperts, count: int, top_k: int, total: int, config: Mapping[str, Any]) -> None:
     """Refuse groups that would not be the source's, or that hold fewer experts than a token uses (PlanError)."""
     num_groups = stated_count(config, "n_group") or 1
     used_groups = stated_count(config, "topk_group") or 1
@@ -407,7 +407,7 @@ def _check_groups(kept: KeptExperts, count: int, top_k: int, total: int, config:
         )
     size = total // num_groups
     new_size = count // num_groups
-    for layer, experts in kept.items():
+    for layer, experts in kept_experts.items():
         for group in range(num_groups):
             if (members := sum(expert // size == group for expert in experts)) != new_size:
                 raise PlanError(

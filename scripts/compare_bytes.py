@@ -196,7 +196,7 @@ def main() -> None:
                 result = verdict(old, new)
                 counts[result if result in ("equal", "both refuse") else "different"] += 1
                 print(f"| {case.name} | {len(new.digests)} | {result} |", flush=True)
-    print("\n" + ", ".join(f"{number} {what}" for what, number in counts.items()) + f", of {len(chosen)}")
+    print("\n" + ", ".join(f"{number} {outcome}" for outcome, number in counts.items()) + f", of {len(chosen)}")
     sys.exit(counts["different"] > 0 or not chosen)
 
 

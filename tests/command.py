@@ -79,14 +79,14 @@ def run_here(*args: object, code: int | None = None, **env: str) -> subprocess.C
     return subprocess.CompletedProcess(list(map(str, args)), ended, out.getvalue(), err.getvalue())
 
 
-def said(errors: str) -> str:
+def messages_of(errors: str) -> str:
     """Return stderr without its lines of progress, which begin with a time: their number depends on the machine."""
     return re.sub(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ .*\n?", "", errors, flags=re.MULTILINE)
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], says: str) -> None:
     """Refused in one line."""
-    assert (done.returncode, done.stdout, said(done.stderr).count("\n")) == (1, "", 1), done.stderr
+    assert (done.returncode, done.stdout, messages_of(done.stderr).count("\n")) == (1, "", 1), done.stderr
     assert says in done.stderr
 
 

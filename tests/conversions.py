@@ -9,7 +9,7 @@ from k2convert.hub.client import Hub
 from k2convert.job.locations import Destination
 from k2convert.job.prepare import Job, JobOptions, choose_recipe, prepare
 from k2convert.job.run import execute
-from k2convert.plan.recipe import settle_recipe
+from k2convert.plan.recipe import resolve_recipe
 from k2convert.records.fingerprint import Source
 from k2convert.text.windows import read_windows
 
@@ -33,7 +33,7 @@ def plan_job(
     opened = source if isinstance(source, Source) else Source(open_checkpoint(source))
     options = JobOptions(str(opened.checkpoint.folder), Destination(folder), max_disk=max_disk)
     chosen = choose_recipe(opened.checkpoint, recipe, keys)
-    chosen = settle_recipe(chosen, has_text=text is not None)
+    chosen = resolve_recipe(chosen, has_text=text is not None)
     return prepare(options, opened, chosen, text=text, hub=Hub())
 
 

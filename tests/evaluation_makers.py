@@ -92,6 +92,6 @@ def of_servers() -> Evaluation:
     )
 
 
-def write_evaluation(folder: Path, found: Evaluation) -> None:
+def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
     """Write RESULT/evaluation.json."""
-    (folder / "evaluation.json").write_bytes(encode(found))
+    (folder / "evaluation.json").write_bytes(encode(evaluation))

@@ -111,6 +111,6 @@ def count_outside_normal(weight: Int4Weight, g: Fraction) -> int:
     for block in filter(None, map(live, blocks_of(weight))):
         largest = max(element.scale for element in block)
         free = Fraction(2) ** (largest.numerator.bit_length() - largest.denominator.bit_length() - 3)
-        own, *others = (errors_of(block, found) for found in (g, free, free / 64))
+        own, *others = (errors_of(block, candidate) for candidate in (g, free, free / 64))
         count += min(min(errors.values()) * unit for errors, unit in others) < min(own[0].values()) * own[1]
     return count

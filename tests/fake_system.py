@@ -25,11 +25,11 @@ def write(root: Path, name: str, text: object) -> None:
 
 
 def limit_by_version_2(root: Path, folder: str, *, cpus: str, memory: object, used: int, cached: int) -> None:
-    place = f"sys/fs/cgroup/{folder}"
-    write(root, f"{place}/cpu.max", cpus)
-    write(root, f"{place}/memory.max", memory)
-    write(root, f"{place}/memory.current", used)
-    write(root, f"{place}/memory.stat", f"anon {used - cached}\ninactive_file {cached}\nactive_file 0")
+    cgroup = f"sys/fs/cgroup/{folder}"
+    write(root, f"{cgroup}/cpu.max", cpus)
+    write(root, f"{cgroup}/memory.max", memory)
+    write(root, f"{cgroup}/memory.current", used)
+    write(root, f"{cgroup}/memory.stat", f"anon {used - cached}\ninactive_file {cached}\nactive_file 0")
 
 
 def limit_by_version_1(root: Path, folder: str, *, quota: int, memory: int, used: int, cached: int) -> None:

@@ -89,7 +89,9 @@ def computing_in_fp64() -> Iterator[None]:
         patch.setattr(weights, "multiply", lambda x, weight: x.double() @ weight.double().T)
         patch.setattr(layers, "embed", lambda *arguments: embed(*arguments).to(torch.float32))
         patch.setattr(
-            DecoderLayer, "run", lambda self, p, seen, b: run(self, p.double(), seen, [block.double() for block in b])
+            DecoderLayer,
+            "run",
+            lambda self, p, observer, b: run(self, p.double(), observer, [block.double() for block in b]),
         )
         torch.set_default_dtype(torch.float64)
         try:
@@ -135,8 +137,8 @@ def _chunk_kda(
         decay = -A_log.exp()[:, None] * nn.functional.softplus(raw)
     else:
         decay = options["lower_bound"] * torch.sigmoid(A_log.exp()[:, None] * raw)
-    found, _ = chunk_kimi_delta_attention(q, k, v, g=decay, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True)
-    return found, None
+    output, _ = chunk_kimi_delta_attention(q, k, v, g=decay, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True)
+    return output, None
 
 
 def _rearrange(x: Tensor, pattern: str, **sizes: int) -> Tensor:

@@ -108,20 +108,20 @@ class ReferencePanels:
             factor = factors[first // group]
             for begin in range(start, min(start + PANEL, weights.shape[1]), 16):
                 at = slice(begin, begin + 16)
-                place = begin - start
-                own = chain(weights[rows, at], errors[rows, :place], factor[start:begin, at])
-                byte, found, lost, _ = search(own, factor[at, at], inverses[first // group, at])
-                values[rows, at] = found
-                errors[rows, place : place + 16] = lost
+                offset = begin - start
+                own = chain(weights[rows, at], errors[rows, :offset], factor[start:begin, at])
+                byte, rounded, lost, _ = search(own, factor[at, at], inverses[first // group, at])
+                values[rows, at] = rounded
+                errors[rows, offset : offset + 16] = lost
                 scale_bytes[rows, begin // 16] = byte
 
     def _improve(self, *given: Lanes, start: int) -> None:
         gradient, form, form_inverses, factors, factor_inverses, block_inverses, values, changes, scale_bytes = given
         for begin in range(start, min(start + PANEL, gradient.shape[1]), 16):
             at = slice(begin, begin + 16)
-            place = begin - start
+            offset = begin - start
             index = begin // 16
-            own = chain(gradient[:, at], changes[:, :place], form[start:begin, at])
+            own = chain(gradient[:, at], changes[:, :offset], form[start:begin, at])
             before = values[:, at].copy()
             optimum = np.zeros_like(own)
             loss = np.zeros_like(own[:, 0])
@@ -129,9 +129,9 @@ class ReferencePanels:
                 optimum = fma(own[:, k, None], block_inverses[index, k], optimum)
             for j in range(16):
                 loss = fma(optimum[:, j], own[:, j], loss)
-            tried, found, _, least = search(optimum + before, factors[index], factor_inverses[at])
+            tried, rounded, _, least = search(optimum + before, factors[index], factor_inverses[at])
             better = least < loss * _F(0.9999)
-            current = np.where(better[:, None], found, before)
+            current = np.where(better[:, None], rounded, before)
             own = chain(own, current - before, form[at, at])
             byte = np.where(better, tried, scale_bytes[:, index])
             step = step_of(byte)
@@ -142,5 +142,5 @@ class ReferencePanels:
                 own = fma(current[:, j, None] - value[:, None], form[begin + j, at], own)
                 current[:, j] = value
             values[:, at] = current
-            changes[:, place : place + 16] = current - before
+            changes[:, offset : offset + 16] = current - before
             scale_bytes[:, index] = byte

@@ -40,17 +40,17 @@ def _staged(source: Path, folder: Path) -> Path:
 
 def _of_links(source: Path, folder: Path) -> Path:
     """Link every file and folder of the top level, and what nobody needs: loops, links to nothing and to a pipe."""
-    place = folder / source.name
-    place.mkdir()
+    root = folder / source.name
+    root.mkdir()
     for path in source.iterdir():
-        (place / path.name).symlink_to(path)
-    (place / "loop").symlink_to(".")
-    (place / "itself").symlink_to("itself")
-    (place / "gone.txt").symlink_to("nowhere")
-    return place
+        (root / path.name).symlink_to(path)
+    (root / "loop").symlink_to(".")
+    (root / "itself").symlink_to("itself")
+    (root / "gone.txt").symlink_to("nowhere")
+    return root
 
 
-PLACES: Final[dict[str, Callable[[Path, Path], Path]]] = {
+FOLDER_KINDS: Final[dict[str, Callable[[Path, Path], Path]]] = {
     "a snapshot of the cache": lambda source, folder: put_into_cache(
         source, folder / "hub", repo=f"moon/{source.name}"
     ),

@@ -36,14 +36,14 @@ class Nodes:
     def working(self) -> dict[int, int]:
         """The processes of this cluster that do a task now, with the raylet that started each."""
         raylets = {raylet_of(node) for node in self.nodes}
-        found: dict[int, int] = {}
+        workers: dict[int, int] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with suppress(OSError, IndexError):
                     if (entry / "cmdline").read_bytes().startswith(b"ray::on_node"):
                         parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                        found |= {int(entry.name): parent} if parent in raylets else {}
-        return found
+                        workers |= {int(entry.name): parent} if parent in raylets else {}
+        return workers
 
     def close(self) -> None:
         self.cluster.shutdown()

@@ -32,10 +32,10 @@ _VARIES = [
 def same_as_golden(name: str, text: str) -> None:
     """Compare with the kept text. If it differs, the new text is written next to it, to be looked at and renamed."""
     path = GOLDEN / f"{name}.txt"
-    kept = path.read_text() if path.exists() else ""
-    if text + "\n" != kept:
+    golden = path.read_text() if path.exists() else ""
+    if text + "\n" != golden:
         path.with_suffix(".new").write_text(text + "\n")
-    assert text + "\n" == kept
+    assert text + "\n" == golden
 
 
 @dataclass(slots=True)

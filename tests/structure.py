@@ -90,14 +90,14 @@ finally:
 
 def traced(*arguments: str | Path) -> dict[str, list[str]]:
     """Run a command; return its files that it `entered`, and its modules, torch and Ray that it `loaded`."""
-    found: dict[str, list[str]] = _report(_TRACER, *arguments)
-    return {"entered": [path.removeprefix(_PACKAGE) for path in found["entered"]], "loaded": found["loaded"]}
+    report: dict[str, list[str]] = _report(_TRACER, *arguments)
+    return {"entered": [path.removeprefix(_PACKAGE) for path in report["entered"]], "loaded": report["loaded"]}
 
 
 def frames(*arguments: str | Path) -> list[str]:
     """Run a command; return the package's functions that are active when it calls a kernel, as "file: function"."""
-    found: list[str] = _report(_STACKS, *arguments)
-    return found
+    stack: list[str] = _report(_STACKS, *arguments)
+    return stack
 
 
 def _report(program: str, *arguments: str | Path) -> Any:
@@ -156,8 +156,8 @@ def _is_untyped_mapping(node: ast.AST) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    found = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return [path for path in found if path.suffix != ".pyi"]
+    paths = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return [path for path in paths if path.suffix != ".pyi"]
 
 
 def imported_by(package: Path) -> dict[str, set[str]]:
@@ -205,7 +205,7 @@ def main() -> None:
         calibrated = traced("run", TINY, out / "calibrated", "--calibrate", text, "--quiet", *sys.argv[1:])
     package = ROOT / "k2convert"
     tests = ROOT / "tests"
-    for what, figure in (
+    for label, figure in (
         ("files that `run` enters", len(run["entered"])),
         ("files that `run --calibrate` enters", len(calibrated["entered"])),
         ("files that `validate --source` enters", len(validate["entered"])),
@@ -220,7 +220,7 @@ def main() -> None:
         ("lines of the README", (ROOT / "README.md").read_text().count("\n")),
         *density(package).items(),
     ):
-        sys.stdout.write(f"{figure:7,.3g}  {what}\n" if isinstance(figure, float) else f"{figure:7,}  {what}\n")
+        sys.stdout.write(f"{figure:7,.3g}  {label}\n" if isinstance(figure, float) else f"{figure:7,}  {label}\n")
 
 
 if __name__ == "__main__":

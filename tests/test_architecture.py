@@ -89,8 +89,10 @@ def module_of(path: Path) -> str:
 
 
 def test_every_subpackage_has_its_place() -> None:
-    found = {subpackage_of(path) for path in FILES} - {"__init__", "__main__"}
-    assert found == set(ORDER), "list the subpackage in the docstring of k2convert/__init__.py, from the ground up"
+    subpackages = {subpackage_of(path) for path in FILES} - {"__init__", "__main__"}
+    assert subpackages == set(ORDER), (
+        "list the subpackage in the docstring of k2convert/__init__.py, from the ground up"
+    )
     assert len(list(PACKAGE.glob("*.py"))) <= 6, "put the module into a subpackage: four are enough at the top level"
     for folder in PACKAGE.glob("**/"):
         assert not list(folder.glob("*.py")) or (folder / "__init__.py").is_file(), f"{folder}: add an __init__.py"
@@ -100,7 +102,7 @@ def test_no_file_name_is_in_more_than_two_subpackages() -> None:
     subpackages: dict[str, set[str]] = {}
     for path in FILES:
         subpackages.setdefault(path.name, set()).add(subpackage_of(path))
-    repeated = {name for name, found in subpackages.items() if len(found) > 2 and name != "__init__.py"}
+    repeated = {name for name, owners in subpackages.items() if len(owners) > 2 and name != "__init__.py"}
     assert not repeated, "name the new file for what only it does"
 
 
@@ -208,9 +210,9 @@ def test_every_rule_layout_and_family_has_its_rows() -> None:
         assert stated == family.name, f"recipes/{family.recipe}.yaml: `family` is {stated}: state {family.name}"
     names = Counter(family.name for family in FAMILIES)
     types = Counter(name for family in FAMILIES for name in family.model_types)
-    for what, counts in (("name", names), ("model_type", types)):
+    for field, counts in (("name", names), ("model_type", types)):
         twice = [name for name, count in counts.items() if count > 1]
-        assert not twice, f"{twice}: two families have this {what}: give the new one its own"
+        assert not twice, f"{twice}: two families have this {field}: give the new one its own"
     assert FAMILIES[-1] is K2_THINKING, "the last one is taken for a checkpoint that resembles none: go before it"
 
 

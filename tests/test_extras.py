@@ -11,7 +11,7 @@ from subprocess import CompletedProcess
 from typing import get_args
 
 import pytest
-from command import cli_environment, python, said
+from command import cli_environment, messages_of, python
 from conversions import convert
 from structure import ROOT, TINY
 
@@ -33,7 +33,7 @@ def run_without_extras(*commands: Sequence[str | Path]) -> list[CompletedProcess
     environment = cli_environment() | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
     done = python(WITHOUT, input=words, env=environment)
     assert done.returncode == 0, done.stderr
-    return [CompletedProcess(**found) for found in json.loads(done.stdout)]
+    return [CompletedProcess(**fields) for fields in json.loads(done.stdout)]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_a_missing_library_is_one_line_that_names_the_extra(converted: Path, tmp
     }
     for done, extra in zip(run_without_extras(*commands), commands.values(), strict=True):
         assert (done.returncode, done.stdout) == (1, ""), done.args
-        [line] = [line for line in said(done.stderr).splitlines() if "validate:" not in line]
+        [line] = [line for line in messages_of(done.stderr).splitlines() if "validate:" not in line]
         assert line.startswith("error: ")
         assert f"Install it with: {sys.executable} -m pip install " in line
         assert line.endswith(install_remedy(extra=extra))
@@ -88,12 +88,12 @@ def test_the_ledger_names_what_computed(quantizer: str, libraries: set[str], k2_
 
 
 def test_what_is_to_be_installed_is_what_the_package_asks_for() -> None:
-    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in get_args(Extra):
         *_, words = install_remedy(extra=extra).partition(" -m pip install ")
         packages = shlex.split(words)
         assert packages
-        assert set(packages) <= set(asked[extra])
+        assert set(packages) <= set(extras[extra])
 
 
 def test_sources_without_kernels_are_named(tmp_path: Path) -> None:

@@ -208,19 +208,19 @@ def test_settings_name_keys_as_the_command_does(text: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["empty", "without a checkpoint", "the root of all files", "a file", "missing"])
 def test_a_validation_of_no_checkpoint_says_so(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = Path("/") if kind == "the root of all files" else tmp_path / "place"
+    path = Path("/") if kind == "the root of all files" else tmp_path / "place"
     if kind in ("empty", "without a checkpoint"):
-        place.mkdir()
+        path.mkdir()
     if kind == "without a checkpoint":
-        (place / "notes.txt").write_text("a note")
-        (place / "inner").mkdir()
-        (place / "inner" / "model.safetensors").write_text("of others")
+        (path / "notes.txt").write_text("a note")
+        (path / "inner").mkdir()
+        (path / "inner" / "model.safetensors").write_text("of others")
     if kind == "a file":
-        place.write_text("a note")
+        path.write_text("a note")
     words = {"a file": "is a file", "missing": "no such folder"}.get(
         kind, "holds no checkpoint: neither config.json nor"
     )
-    with pytest.raises(CheckpointError, match=f"^{place}: {words}.* Pass the folder of a finished conversion"):
-        k2convert.validate(place)
-    assert run("validate", place) == 1
-    assert f"error: {place}: {words}" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=f"^{path}: {words}.* Pass the folder of a finished conversion"):
+        k2convert.validate(path)
+    assert run("validate", path) == 1
+    assert f"error: {path}: {words}" in capsys.readouterr().err

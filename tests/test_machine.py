@@ -28,12 +28,12 @@ def held_bytes(pool: BufferPool) -> int:
 def test_memory_in_use_is_left_alone() -> None:
     """A slice, a tensor, an array of a tensor and a memoryview each keep a buffer after the array is gone."""
     pool = BufferPool(64 * MEGABYTE)
-    kept = [pool.empty(MEGABYTE) for _ in range(4)]
-    for mark, array in enumerate(kept):
+    arrays = [pool.empty(MEGABYTE) for _ in range(4)]
+    for mark, array in enumerate(arrays):
         array.fill(mark)
-    tensor = torch.as_tensor(kept[1]).view(1024, 1024)
-    views = [kept[0][5:6], tensor[3], torch.as_tensor(kept[2]).view(-1).numpy()[7:8], kept[3].data]
-    del kept, array, tensor
+    tensor = torch.as_tensor(arrays[1]).view(1024, 1024)
+    views = [arrays[0][5:6], tensor[3], torch.as_tensor(arrays[2]).view(-1).numpy()[7:8], arrays[3].data]
+    del arrays, array, tensor
     gc.collect()
     for _ in range(5):
         pool.empty(MEGABYTE).fill(99)
@@ -145,11 +145,11 @@ def test_slurm_and_the_address_space_are_limits(system: Path, monkeypatch: pytes
 
 def test_nobody_else_asks_for_cores_or_memory() -> None:
     """Not by the name of a function, a constant of a library or a file of the kernel."""
-    asked = re.compile(
+    pattern = re.compile(
         r"cpu_count|sched_getaffinity|hardware_concurrency|SC_NPROCESSORS|SC_AVPHYS|blake3\.AUTO|/proc/meminfo|"
         r"proc/self/status|getrusage|SLURM_CPUS|SLURM_MEM|psutil"
     )
     package = Path(machine.__file__).parent
     files = [path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".hpp")]
     assert len(files) > 100
-    assert [path.name for path in files if asked.search(path.read_text())] == ["machine.py"]
+    assert [path.name for path in files if pattern.search(path.read_text())] == ["machine.py"]

@@ -120,22 +120,22 @@ def unknown(file: str, text: str) -> list[str]:
     """Return the names in a text that nothing has: identifiers in code's prose, modules, classes of modules, rules, and
     what CHECKS has.
     """
-    found: list[str] = []
+    names: list[str] = []
     known = known_names()
     if file.endswith((".py", "pp", CONTRIBUTING)):
         for identifier in IDENTIFIER.findall(text):
-            found += [part for part in identifier.split(".") if part not in known and len(part) > 2]
+            names += [part for part in identifier.split(".") if part not in known and len(part) > 2]
         for dotted in DOTTED.findall(text):
             *module, _ = dotted.split(".")
-            found += [dotted for path in ["/".join(module)] if not any(m.endswith(f"{path}.py") for m in modules())]
+            names += [dotted for path in ["/".join(module)] if not any(m.endswith(f"{path}.py") for m in modules())]
     for module in MODULE.findall(text):
         is_ours = any(f"/{path}".endswith(f"/{module}") for path in modules())
         is_of_others = "/" in module and module.partition("/")[0] not in FOLDERS
-        found += [] if is_ours or is_of_others or module in FILES_OF_OTHERS else [module]
-    found += [rule for rule in RULE.findall(text) if rule not in RULES]
+        names += [] if is_ours or is_of_others or module in FILES_OF_OTHERS else [module]
+    names += [rule for rule in RULE.findall(text) if rule not in RULES]
     for pattern, known_here in CHECKS:
-        found += [name for name in re.findall(pattern, text) if name not in known_here]
-    return found
+        names += [name for name in re.findall(pattern, text) if name not in known_here]
+    return names
 
 
 def test_what_is_named_exists() -> None:
@@ -179,7 +179,7 @@ SHOWN_AS_IT_IS = ("repo", "verb", "kv_cache")
 
 def unquoted_in_commands(source: str) -> list[str]:
     """Return what f-strings put into commands between backticks, unless a shell reads it as one word."""
-    found: list[str] = []
+    errors: list[str] = []
     for node in ast.walk(ast.parse(source)):
         text = ""
         for value in node.values if isinstance(node, ast.JoinedStr) else ():
@@ -187,11 +187,11 @@ def unquoted_in_commands(source: str) -> list[str]:
                 is_command = text.count("`") % 2 and re.match("(k2convert|hf|vllm|pip) ", text.rpartition("`")[2])
                 shown = ast.unparse(value.value)
                 if is_command and "shlex.quote" not in shown and shown.rpartition(".")[2] not in SHOWN_AS_IT_IS:
-                    found.append(f"line {value.lineno}: {shown}")
+                    errors.append(f"line {value.lineno}: {shown}")
                 text += "X"
             elif isinstance(value, ast.Constant):
                 text += str(value.value)
-    return found
+    return errors
 
 
 def test_commands_of_messages_can_be_pasted() -> None:

@@ -53,15 +53,15 @@ def write_list(path: Path, experts: dict[int, list[int]], **others: Any) -> Path
 
 def digest_of(result: Path) -> str:
     """The digest of shards, index and configs, whatever version made them."""
-    found = blake3()
+    hasher = blake3()
     shards = sorted(path.name for path in result.glob("*.safetensors"))
     for name in (*shards, "model.safetensors.index.json", "config.json", "hf_quant_config.json"):
         if (result / name).exists():
             data = (result / name).read_bytes()
             if name in ("config.json", "hf_quant_config.json"):
                 data = data.replace(k2convert.__version__.encode(), b"VERSION")
-            found.update(name.encode() + b"\0" + blake3(data).digest())
-    return found.hexdigest()[:32]
+            hasher.update(name.encode() + b"\0" + blake3(data).digest())
+    return hasher.hexdigest()[:32]
 
 
 Prune = Callable[[str, str], Path]
@@ -115,10 +115,10 @@ def test_it_is_the_checkpoint_that_another_program_pruned(prune: Prune, tiny: Pa
 def test_kills(source: str, experts: str, points: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """job/test_crashes.py has a quick one, of a conversion."""
     keep = write_list(tmp_path / "keep.json", LISTS[experts])
-    [found] = crash(
+    [report] = crash(
         tmp_path, ["prune", request.getfixturevalue(source), "OUT", "--keep", keep, "--quiet"], points=points
     )
-    assert_resumed(found)
+    assert_resumed(report)
 
 
 def test_running_it_again_writes_only_what_is_missing(prune: Prune, tiny: Path, tmp_path: Path) -> None:
@@ -271,8 +271,8 @@ def test_every_form_of_a_list_is_read(tiny: Path, tmp_path: Path) -> None:
     ):
         path = tmp_path / "keep.json"
         path.write_text(json.dumps(document))
-        kept = read_list(path, read_architecture(source), source.config)
-        assert {layer: list(experts) for layer, experts in kept.items()} == LISTS["survivors"]
+        retained = read_list(path, read_architecture(source), source.config)
+        assert {layer: list(experts) for layer, experts in retained.items()} == LISTS["survivors"]
 
 
 def in_layer_2(experts: object, key: str = "2") -> dict[str, object]:
@@ -355,6 +355,6 @@ def test_0_3_needs_its_source(result_of_0_3: Path, tiny: Path, tmp_path: Path, m
     assert_refused(refused, f"has 10 experts per layer, but {tiny} has 16. Prune the source first")
     _, command, _ = refused.stderr.split("`")
     run_here(*shlex.split(command)[1:], code=0)
-    found = json.loads(run_here("validate", result_of_0_3, "--source", "PRUNED", "--json", code=0).stdout)
-    assert found["passed"]
-    assert [rule["verdict"] for rule in found["contract"]["rules"]] == ["pass"] * 19
+    document = json.loads(run_here("validate", result_of_0_3, "--source", "PRUNED", "--json", code=0).stdout)
+    assert document["passed"]
+    assert [rule["verdict"] for rule in document["contract"]["rules"]] == ["pass"] * 19

@@ -30,33 +30,33 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 
 def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dict[str, list[str]]]) -> None:
-    _, found = converted
-    assert len(found["entered"]) <= 50, f"{FOLLOW}: {found['entered']}"
-    loaded = len(found["loaded"])
+    _, report = converted
+    assert len(report["entered"]) <= 50, f"{FOLLOW}: {report['entered']}"
+    loaded = len(report["loaded"])
     assert loaded <= 88, (
         f"a run loads {loaded} modules, {loaded - 88} more than 88. A new rule, layout, format or family adds one: "
-        f"raise the number here. Anything else is imported inside the function that needs it: {found['loaded']}"
+        f"raise the number here. Anything else is imported inside the function that needs it: {report['loaded']}"
     )
-    assert not {"torch", "ray"} & set(found["loaded"]), "importing one takes seconds, and memory"
+    assert not {"torch", "ray"} & set(report["loaded"]), "importing one takes seconds, and memory"
     unused = ("text", "calibration", "evaluation", "deploy", "forward", "report", "check")
-    assert not [name for name in found["loaded"] if name.split(".")[1:2] and name.split(".")[1] in unused]
+    assert not [name for name in report["loaded"] if name.split(".")[1:2] and name.split(".")[1] in unused]
 
 
 def test_few_frames_lead_from_a_run_to_the_kernel(tmp_path: Path) -> None:
-    found = frames("run", TINY, tmp_path / "out", "--quiet")
-    assert len(found) <= 15, f"{FOLLOW}: {found}"
-    names = [name for frame in found if (name := frame.split()[-1].split(".")[-1]).startswith("_")]
+    stack = frames("run", TINY, tmp_path / "out", "--quiet")
+    assert len(stack) <= 15, f"{FOLLOW}: {stack}"
+    names = [name for frame in stack if (name := frame.split()[-1].split(".")[-1]).startswith("_")]
     assert len(set(names)) == len(names), "each has a name of its own"
 
 
 def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, dict[str, list[str]]]) -> None:
-    found = traced("validate", converted[0], "--source", TINY, "--quiet")
-    assert len(found["entered"]) <= 50, f"{FOLLOW}: {found['entered']}"
-    assert "torch" not in found["loaded"]
+    report = traced("validate", converted[0], "--source", TINY, "--quiet")
+    assert len(report["entered"]) <= 50, f"{FOLLOW}: {report['entered']}"
+    assert "torch" not in report["loaded"]
 
 
 @pytest.mark.slow
 def test_a_run_that_calibrates_enters_few_files(cut: Path, text: Path, tmp_path: Path) -> None:
     size = ("--set", "calibration.tokens=128", "--set", "calibration.window=64")
-    found = traced("run", cut, tmp_path / "out", "--calibrate", text, "--quiet", *size)
-    assert len(found["entered"]) <= 80, f"{FOLLOW}: {found['entered']}"
+    report = traced("run", cut, tmp_path / "out", "--calibrate", text, "--quiet", *size)
+    assert len(report["entered"]) <= 80, f"{FOLLOW}: {report['entered']}"

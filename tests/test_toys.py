@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import RunCli, python, said
+from command import RunCli, messages_of, python
 from safetensors.torch import load_file
 
 import k2convert
@@ -147,7 +147,7 @@ TOY = Family(
     read_architecture=read_architecture,
     model_types=("toy",),
     unconverted=_unconverted,
-    card=ModelCardFacts(model_kind="a toy", kept=("attention",)),
+    card=ModelCardFacts(model_kind="a toy", unquantized=("attention",)),
     source_format=INT8,
 )
 '''
@@ -318,4 +318,4 @@ def test_a_checkpoint_of_no_family_is_refused_naming_all(toy: Path, run_cli: Run
     """The unchanged package refuses the toy checkpoint, and says what it converts."""
     done = run_cli("inspect", toy)
     assert done.returncode == 1
-    assert "no tensor is named model.layers.* or language_model.model.layers.*" in said(done.stderr)
+    assert "no tensor is named model.layers.* or language_model.model.layers.*" in messages_of(done.stderr)

@@ -17,11 +17,13 @@ HISTORY = ("scripts/bench/RESULTS.md", "scripts/bench/TRIED.md")
 WORDS = {
     "armor": "check",
     "curvature": "damped Hessian",
+    "doubt": "warning",
     "forecast": "count",
     "house": "structure",
     "imatrix": "mse, or gptq",
     "importance": "second moments",
     "storey": "subpackage",
+    "tally": "counts",
     "walk": "layer pass",
     "walked": "computed",
     "wing": "subpackage",
@@ -62,8 +64,8 @@ def gone_words(text: str) -> Iterator[str]:
 
 
 def test_words_that_are_gone_stay_gone() -> None:
-    found = [f"{name}, {use}" for name, text in texts().items() for use in gone_words(text)]
-    assert not found, "\n".join(found)
+    uses = [f"{name}, {use}" for name, text in texts().items() for use in gone_words(text)]
+    assert not uses, "\n".join(uses)
 
 
 def test_every_exception_is_used() -> None:
@@ -79,6 +81,33 @@ def test_a_word_that_comes_back_is_found(text: str) -> None:
 @pytest.mark.parametrize("text", ["ast.walk(tree)", "a sidewalk", "warehouse", "important", "walk_folder(path)"])
 def test_other_words_are_not_taken_for_them(text: str) -> None:
     assert not list(gone_words(text))
+
+
+SAY_NOTHING = {"asked", "found", "kept", "made", "one", "place", "places", "said", "seen", "what"}
+"""What no variable, parameter, function or class is called: the name is a noun that says what is in it."""
+
+
+def new_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of everything that a module gives a name to."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.MatchAs(name=str(name)):
+                yield node.lineno, name
+            case _:
+                pass
+
+
+@pytest.mark.parametrize("folder", ["k2convert", "scripts", "tests"])
+def test_a_name_is_a_noun(folder: str) -> None:
+    bad = [
+        f"{path.relative_to(ROOT)}, line {line}: {name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, name in new_names(ast.parse(path.read_text()))
+        if name.strip("_").lower() in SAY_NOTHING
+    ]
+    assert not bad, "\n".join(["choose a noun that says what is in it, such as header, errors or address:", *bad])
 
 
 PACKAGE = ROOT / "k2convert"
@@ -133,12 +162,12 @@ def unused(files: list[Path]) -> set[str]:
 
 
 def test_every_public_name_is_used_by_the_package() -> None:
-    found = unused(FILES)
-    assert found - set(ALLOWED) == set(), (
+    names = unused(FILES)
+    assert names - set(ALLOWED) == set(), (
         "use it (a family, a layout, a rule needs its row: CONTRIBUTING.md), delete it, make it private, or move it "
         "into the test that uses it"
     )
-    assert set(ALLOWED) <= found, "no longer unused: remove it from ALLOWED"
+    assert set(ALLOWED) <= names, "no longer unused: remove it from ALLOWED"
     assert len(ALLOWED) <= 5, "delete one for each that you add"
 
 

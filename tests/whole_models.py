@@ -24,8 +24,8 @@ def mlps_of(folder: Path, *, w4a4: bool) -> Mlps:
     """Every MLP of a checkpoint, decoded to FP32, with its input scales for W4A4."""
     if is_int4(folder):
         return source_mlps(folder)
-    found = converted_mlps(folder)
-    return found if w4a4 else without_input_scales(found)
+    mlps = converted_mlps(folder)
+    return mlps if w4a4 else without_input_scales(mlps)
 
 
 def whole_model(folder: Path, *, w4a4: bool = False) -> EvaluatedModel:

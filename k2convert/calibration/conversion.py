@@ -23,8 +23,8 @@ from typing import Any, Final
 from k2convert.calibration.layer_files import (
     Calibration,
     LayerResult,
+    delete_quantized,
     digest_of_exponents,
-    drop_quantized,
     needed_files,
     read_layer,
     write_layer,
@@ -156,8 +156,8 @@ def _shared_width(shard: ShardJob) -> int:
 def _fp8_bytes(shards: Sequence[ShardJob]) -> int:
     sums = Counter[int | None]()
     for step in (step for shard in shards for step in shard.steps if isinstance(step, Fp8Step)):
-        place = locate_module(step.module)
-        sums[None if place is None else place.layer] += step.num_bytes
+        module_place = locate_module(step.module)
+        sums[None if module_place is None else module_place.layer] += step.num_bytes
     return max(sums.values(), default=0)
 
 
@@ -171,13 +171,13 @@ def shard_needs(shard: ShardJob) -> ShardNeeds:
     for step in shard.steps:
         is_converted = isinstance(step, ConvertStep)
         module = step.members[0].module if is_converted else step.tensor.name.rpartition(".")[0]
-        place = locate_module(module)  # that of all members: they are of the same MLP
-        if place is None or place.layer is None:
+        module_place = locate_module(module)  # that of all members: they are of the same MLP
+        if module_place is None or module_place.layer is None:
             continue
-        layers.add(place.layer)
+        layers.add(module_place.layer)
         if is_converted:
             num_bytes = sum(output.num_bytes for output in step.outputs) + _PROJECTION_BYTES * len(step.members)
-            codes[place.layer] = codes.get(place.layer, 0) + num_bytes
+            codes[module_place.layer] = codes.get(module_place.layer, 0) + num_bytes
     return ShardNeeds(max(layers), codes)
 
 
@@ -221,7 +221,7 @@ def open_pass(
     if first:
         events.note(f"{work.folder}: resuming: {first} of {plan.layer_pass.num_layers} layers done")
     for layer in set(range(first)) - needed:
-        drop_quantized(work, layer)
+        delete_quantized(work, layer)
     return PassBesideJob(plan, recipe, chunk=begun.chunk, first=first, shards=shards)
 
 
@@ -283,7 +283,7 @@ class PassBesideJob:
             layers = self._needs.pop(shard).codes.keys() - self._needed()
             self._changed.notify_all()
         for layer in layers:
-            self._calibration.drop(layer)
+            self._calibration.delete(layer)
 
     def finish(self) -> CalibrationRecord:
         """Return the ledger's entry; raises CheckpointError if a file of a layer is damaged."""
@@ -292,7 +292,7 @@ class PassBesideJob:
         results = {number: read_layer(self._work, number) for number in range(num_layers)}
         windows = layer_pass.text.windows
         smoothing = bool(self._recipe.smoothing)
-        scaled = {n: found for n, result in results.items() if (found := result.smoothing()) is not None}
+        scaled = {n: exponents for n, result in results.items() if (exponents := result.smoothing()) is not None}
         moe_layers = self.plan.architecture.moe_layers
         return CalibrationRecord(
             texts=windows.texts,
@@ -355,7 +355,7 @@ class PassBesideJob:
             is_needed = layer in self._needed()
             self._changed.notify_all()
         if not is_needed:
-            self._calibration.drop(layer)
+            self._calibration.delete(layer)
 
 
 def _join(thread: threading.Thread, *, seconds: float | None = None) -> None:

@@ -105,9 +105,9 @@ class MlpWeights:
     def read(self, expert: int, projection: str, device: str) -> SourceProjection:
         """Read a projection; raises what reading the source raises, FormatError if it cannot be divided exactly."""
         module = self.module(expert, projection)
-        found = self.reader.read_source(module)
-        source = Bf16Weight(found.view(torch.uint16).numpy()) if isinstance(found, Tensor) else found
-        values = exact_weight(found).to(device).decode()
+        stored = self.reader.read_source(module)
+        source = Bf16Weight(stored.view(torch.uint16).numpy()) if isinstance(stored, Tensor) else stored
+        values = exact_weight(stored).to(device).decode()
         if self.exponents is not None and projection != DOWN:
             source = source.divide_columns(self.exponents, name=module)
             values /= torch.exp2(torch.as_tensor(self.exponents).to(values))
@@ -123,8 +123,8 @@ def shared_scale(weights: Sequence[SourceProjection]) -> float:
 
 def by_mse(weight: SourceProjection, global_scale: float) -> Codes:
     """Convert a projection by rule `mse`, without data; the codes are on the projection's device."""
-    found = cpu.convert(weight.source, rule="mse", global_scale=global_scale).weight
-    packed, scales = (torch.as_tensor(p).to(weight.values.device) for p in (found.packed, found.block_scales))
+    converted = cpu.convert(weight.source, rule="mse", global_scale=global_scale).weight
+    packed, scales = (torch.as_tensor(p).to(weight.values.device) for p in (converted.packed, converted.block_scales))
     return Codes(packed, scales, global_scale)
 
 
@@ -143,13 +143,13 @@ def round_together(
     """Round projections that read one input, each with its global scale."""
     targets = torch.cat([weight.values / global_scale for weight, global_scale in weights])
     codes = round_gptq(targets, 1.0, hessian, kernel, sweeps=sweeps)
-    found = list[Codes]()
+    parts = list[Codes]()
     done = 0
     for weight, global_scale in weights:
         stop = done + weight.values.shape[0]
-        found.append(codes.rows(done, stop, global_scale))
+        parts.append(codes.rows(done, stop, global_scale))
         done = stop
-    return found
+    return parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -280,17 +280,17 @@ class LayerConverter:
         counts = [np.bincount(host[:end].ravel(), minlength=num_experts).tolist() for end in ends]
         widths = [shape[1] for name, shape in self.weights.shapes().items() if name.endswith(DOWN)]
         inner = self.scratch.empty(order.shape[0], widths[0])
-        found: list[_Routed] = []
+        routed: list[_Routed] = []
         start = 0
         for count, fitted, first_measured in zip(*counts, strict=True):
             own = slice(start, start + count)
-            found.append(_Routed(tokens[own], p[own], inner[own], fitted, first_measured))
+            routed.append(_Routed(tokens[own], p[own], inner[own], fitted, first_measured))
             start = own.stop
         if self.weights.shared is not None:
             every = torch.arange(ends[0], device=inputs.x.device)
             inner = self.scratch.empty(ends[0], widths[-1])
-            found.append(_Routed(every, p.new_ones(ends[0]), inner, ends[1], ends[2]))
-        return found
+            routed.append(_Routed(every, p.new_ones(ends[0]), inner, ends[1], ends[2]))
+        return routed
 
     def _gates_and_ups(
         self, experts: list[_Routed], inputs: LayerInputs, hessian: DampedHessian | None
@@ -303,8 +303,8 @@ class LayerConverter:
         calls = (
             partial(self._convert_group, group, experts, inputs, copies[on], self.devices[on]) for group, on in assigned
         )
-        with run_in_order(lambda call: call(), calls, workers=self.team.workers) as found:
-            for group in found:
+        with run_in_order(lambda call: call(), calls, workers=self.team.workers) as results:
+            for group in results:
                 yield from group
 
     def _kernel(self, device: str, threads: int = 1) -> RoundingKernel:
@@ -353,13 +353,13 @@ class LayerConverter:
         if hessian is not None:
             codes = round_together(inner, hessian, self._kernel(device))
         of_mse = self._without_data(downs, device)
-        found: list[_GateUp] = []
-        for place, number in enumerate(group):
-            own = slice(2 * place, 2 * place + 2)
-            source = [weight.values for weight, _ in (*inner[own], downs[place])]
-            mse = Mlp(*map(decoded, (*without_data[own], of_mse[place])))
-            found.append(self._compute(experts[number], codes[own], source, mse, inputs))
-        return found
+        gate_ups: list[_GateUp] = []
+        for index, number in enumerate(group):
+            own = slice(2 * index, 2 * index + 2)
+            source = [weight.values for weight, _ in (*inner[own], downs[index])]
+            mse = Mlp(*map(decoded, (*without_data[own], of_mse[index])))
+            gate_ups.append(self._compute(experts[number], codes[own], source, mse, inputs))
+        return gate_ups
 
     def _without_data(self, weights: list[tuple[SourceProjection, float]], device: str) -> list[Codes]:
         """Convert projections with one input without data: INT4 as it is by rule `mse`, smoothed with gptq's scales.
@@ -382,12 +382,12 @@ class LayerConverter:
         device = source[0].device
         output = self.scratch.empty(expert.tokens.shape[0], inputs.x.shape[1])
         for rows in self.scratch.pieces(expert.tokens.shape[0]):
-            x = self.scratch.take(inputs.x, expert.tokens[rows]).to(device)
+            x = self.scratch.gather(inputs.x, expert.tokens[rows]).to(device)
             activations = mlp.inner(x) * expert.p[rows, None].to(device)
             expert.inner[rows] = activations
             output[rows] = mlp.outer(activations)
         last = slice(expert.first_measured, None)
-        x = self.scratch.take(inputs.x, expert.tokens[last]).to(device)
+        x = self.scratch.gather(inputs.x, expert.tokens[last]).to(device)
         p = expert.p[last, None].to(device)
         of_source, of_mse = ((other(x) * p).to(self.device) for other in (exact, mse))
         return _GateUp(codes, output, of_source, of_mse)
@@ -420,7 +420,7 @@ class LayerConverter:
         else:
             residual = CrossMoments.start(expert.inner.shape[1], residual_TK.shape[1], device=self.device)
             for rows in self.scratch.pieces(expert.fitted):
-                left = self.scratch.take(residual_TK, expert.tokens[rows])
+                left = self.scratch.gather(residual_TK, expert.tokens[rows])
                 halves = _halves(expert.tokens[rows], inputs)
                 residual.add(expert.inner[rows], left, halves, self.team)
             correction, strength = correct(down.moments, residual, self.team)

@@ -106,21 +106,21 @@ class _LayerConversion:
             self._run_unconverted()
             return LayerResult(dropped=0)
         self._layer.progress.share = 1 / 3
-        kept = np.zeros(self._layer_pass.shape[0], dtype=np.bool_)
+        retained = np.zeros(self._layer_pass.shape[0], dtype=np.bool_)
         layer_pass = self._layer_pass
         collected = _CollectedTokens(
             layer_pass.ids.size, layer_pass.hidden_size, layer_pass.text.devices[0], self._scratch, self._team
         )
         with self._layer.writing() as write:
             for first, states, converted in self._chunks():
-                kept[first : first + states.shape[0]] = self._collect_chunk(first, states, converted, collected)
+                retained[first : first + states.shape[0]] = self._collect_chunk(first, states, converted, collected)
                 write(states)
         exponents_K = None
         if self._recipe.smoothing and self._is_varied and not self._decoder.is_dense:
             exponents_K = self._accumulator.find_exponents(self._layer.reader)
         decided, residual_TK = self._convert(collected.finish(), exponents_K)
         if not self._layer.is_last:
-            self._write_residual(residual_TK, kept)
+            self._write_residual(residual_TK, retained)
         return LayerResult(
             dropped=0,
             tokens=tuple(self._accumulator.tokens_E.tolist()),
@@ -143,9 +143,9 @@ class _LayerConversion:
         with layer.writing() as write, layer.writing(RESIDUAL) as write_missing:
             for first, states, converted in self._chunks():
                 layer.run(first, states, self._tee(first))
-                kept = finite_windows(states)
-                if kept.any():
-                    converted[kept] = self._converted.run(torch.as_tensor(converted[kept])).cpu().numpy()
+                retained = finite_windows(states)
+                if retained.any():
+                    converted[retained] = self._converted.run(torch.as_tensor(converted[retained])).cpu().numpy()
                 write(states)
                 write_missing(states - converted)  # NaN where a window is dropped
         layer.progress.reach(self._layer_pass.ids.size)
@@ -160,10 +160,10 @@ class _LayerConversion:
         layer = self._layer
         tee = self._tee(first)
         layer.run(first, states, tee)
-        kept = finite_windows(states)
-        if not kept.any():
-            return kept
-        after_TK, x_TK, routing = self._converted.attend(torch.as_tensor(converted[kept]))
+        retained = finite_windows(states)
+        if not retained.any():
+            return retained
+        after_TK, x_TK, routing = self._converted.attend(torch.as_tensor(converted[retained]))
         residual_TK = tee.hidden - after_TK
         if self._shared is None:
             residual_TK -= self._converted.shared_output(x_TK)
@@ -176,9 +176,9 @@ class _LayerConversion:
             )
         halves = None
         if first < self._num_fitted:
-            halves = self._halves(first + np.flatnonzero(kept))
+            halves = self._halves(first + np.flatnonzero(retained))
         collected.add(x_TK, residual_TK, routing, tee.weights, halves)
-        return kept
+        return retained
 
     def _tee(self, first: int) -> _Tee:
         """Return the observer of a chunk: windows that are kept out are not accumulated."""
@@ -208,10 +208,10 @@ class _LayerConversion:
                 advance=self._reach,
             )
             decided, residual_TK = converter.convert(inputs)
-        if (found := decided.held_out) is not None and found.is_worse:
+        if (held_out := decided.held_out) is not None and held_out.is_worse:
             self._layer_pass.shards.events.note(
                 f"warning: layer {self._layer.number}: on the windows that were kept out of the fit, the squared error "
-                f"of the outputs is {found.gptq_error:.5f}; by rule mse it would be {found.mse_error:.5f}"
+                f"of the outputs is {held_out.gptq_error:.5f}; by rule mse it would be {held_out.mse_error:.5f}"
             )
         return decided, residual_TK
 
@@ -221,14 +221,14 @@ class _LayerConversion:
         self._layer.progress.share = 1.0
         self._layer.progress.reach(int(self._layer_pass.ids.size * (1 + gates_and_ups + downs) / 3))
 
-    def _write_residual(self, residual_TK: Tensor, kept: NDArray[np.bool_]) -> None:
+    def _write_residual(self, residual_TK: Tensor, retained: NDArray[np.bool_]) -> None:
         """Write what the converted layer lacks, which the next layer reads; NaN for dropped windows."""
         layer_pass = self._layer_pass
         done = 0
         with self._layer.writing(RESIDUAL) as write:
-            for is_kept in kept.tolist():
+            for is_retained in retained.tolist():
                 residual = np.full((1, *layer_pass.shape[1:]), np.nan, dtype=np.float32)
-                if is_kept:
+                if is_retained:
                     residual[0] = residual_TK[done : done + layer_pass.shape[1]].cpu().numpy()
                     done += layer_pass.shape[1]
                 write(residual)
@@ -292,9 +292,9 @@ class _CollectedTokens:
 
     def add(self, x_TK: Tensor, residual_TK: Tensor, routing: Routing, weights: Tensor, halves: Tensor | None) -> None:
         """Add the tokens of one chunk; those that nothing is fitted to come last, and have no halves."""
-        places = slice(self._count, self._count + x_TK.shape[0])
-        self._x[places], self._residual[places] = x_TK, residual_TK
-        self._count = places.stop
+        rows = slice(self._count, self._count + x_TK.shape[0])
+        self._x[rows], self._residual[rows] = x_TK, residual_TK
+        self._count = rows.stop
         self._scratch.release()
         self._routings.append(replace(routing, scores=routing.scores.new_empty(0, routing.scores.shape[1])))
         self._weights.append(weights)

@@ -96,7 +96,7 @@ def needed_files(work: WorkFolder, quantized: Collection[int]) -> dict[int, list
     return {layer: [work.path(CODES, layer)] for layer in range(work.num_finished()) if layer in quantized}
 
 
-def drop_quantized(work: WorkFolder, layer: int) -> None:
+def delete_quantized(work: WorkFolder, layer: int) -> None:
     """Remove a layer's converted experts: every shard has them."""
     discard_file(work.path(CODES, layer))
 
@@ -153,15 +153,15 @@ class Calibration:
 
     def converted(self, module: str) -> Nvfp4Weight:
         """Return the quantized weight of a module; raises CheckpointError if its layer is not there or damaged."""
-        place = locate_module(module)
-        assert place is not None
-        assert place.layer is not None
-        path = self._work.path(CODES, place.layer)
+        module_place = locate_module(module)
+        assert module_place is not None
+        assert module_place.layer is not None
+        path = self._work.path(CODES, module_place.layer)
         with self._lock:
-            if place.layer not in self._open:
+            if module_place.layer not in self._open:
                 self._work.check(path)
-                self._open[place.layer] = (read_header(path).tensors, ShardReader(lambda _: path))
-            tensors, reader = self._open[place.layer]
+                self._open[module_place.layer] = (read_header(path).tensors, ShardReader(lambda _: path))
+            tensors, reader = self._open[module_place.layer]
         packed, scales, scalar = (tensors.get(f"{module}.{name}") for name in (_PACKED, _SCALES, _GLOBAL))
         if packed is None or scales is None or scalar is None:
             raise CheckpointError(f"{path}: has no codes of {module}. Delete the file and repeat the command.")
@@ -187,10 +187,10 @@ class Calibration:
 
     def scaled_weight(self, weight: SourceWeight, projection: Projection) -> SourceWeight:
         """Return a projection's weight [N, K] with the columns that smoothing divides; raises CalibrationError."""
-        place = locate_module(projection.module)
-        assert place is not None
-        assert place.layer is not None
-        exponents = self.exponents(place.layer) if reads_norm(place) else None
+        module_place = locate_module(projection.module)
+        assert module_place is not None
+        assert module_place.layer is not None
+        exponents = self.exponents(module_place.layer) if reads_norm(module_place) else None
         if exponents is None:
             return weight
         with _exactly():
@@ -210,12 +210,12 @@ class Calibration:
             values = data.view(np.float32).reshape(-1, exponents.size)
             return scale_fp32(values, steps, name=name).reshape(-1).view(np.uint8)
 
-    def drop(self, layer: int) -> None:
+    def delete(self, layer: int) -> None:
         """Close and remove a layer's quantized weights. No shard may need them any more."""
         with self._lock:
             if layer in self._open:
                 self._open.pop(layer)[1].close()
-        drop_quantized(self._work, layer)
+        delete_quantized(self._work, layer)
 
     def __enter__(self) -> Calibration:
         return self

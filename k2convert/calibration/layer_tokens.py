@@ -1,4 +1,4 @@
-"""The tokens of a layer that rule gptq converts: what they bring, where that is, and the error on them.
+"""The tokens of a layer that rule gptq converts: their inputs, where these are, and the error on them.
 
 What has a row for each token is in files on a CPU, and on any other device in its memory. A file is in the work folder
 and has no name, so that nothing is left of it when the process ends. It is mapped into memory, and has all its bytes on
@@ -63,12 +63,12 @@ class Scratch:
             copied[rows] = values[rows]
         return copied
 
-    def take(self, values: Tensor, tokens: Tensor) -> Tensor:
+    def gather(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Return the rows `tokens` int64 [t] of f32 [T, K], a copy in memory."""
-        taken = values.new_empty(tokens.shape[0], values.shape[1])
+        rows_tK = values.new_empty(tokens.shape[0], values.shape[1])
         for rows in self._steps(tokens.shape[0], self._scattered_rows):
-            taken[rows] = values[tokens[rows]]
-        return taken
+            rows_tK[rows] = values[tokens[rows]]
+        return rows_tK
 
     def subtract(self, values: Tensor, tokens: Tensor, others: Tensor) -> None:
         """Subtract f32 [t, K] from the rows `tokens` int64 [t] of f32 [T, K]; each is there once."""

@@ -88,14 +88,14 @@ def read_sizes(source: Checkpoint) -> ModelSizes:
     sizes = {role: [0] * architecture.num_layers for role in (Role.ATTENTION, Role.DENSE_MLP)}
     for name, tensor in source.tensors.items():
         module, _, parameter = name.rpartition(".")
-        place = None
+        module_place = None
         if parameter in (WEIGHT, WEIGHT_PACKED):
-            place = family.classify(module)
-        if place is None or place.layer is None or place.layer >= architecture.num_layers:
+            module_place = family.classify(module)
+        if module_place is None or module_place.layer is None or module_place.layer >= architecture.num_layers:
             continue
-        role = Role.ATTENTION if place.role is Role.LATENT else place.role
+        role = Role.ATTENTION if module_place.role is Role.LATENT else module_place.role
         if role in sizes:
-            sizes[role][place.layer] += tensor.num_bytes
+            sizes[role][module_place.layer] += tensor.num_bytes
     heads = _field(text, "num_attention_heads")
     one_head = _field(text, "head_dim") or _field(text, "hidden_size") // max(heads, 1)
     keys = _field(text, "qk_nope_head_dim") + _field(text, "qk_rope_head_dim") or one_head

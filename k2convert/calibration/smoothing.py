@@ -231,8 +231,8 @@ def descend(proxy: Proxy, *, free: NDArray[np.bool_]) -> NDArray[np.int8]:
         channels = np.arange(position, free.size, BLOCK_SIZE)
         tried = [_stepped(exponents, channels[free[channels]], step) for step in STEPS]
         best = exponents[channels]
-        with run_in_order(proxy.errors, tried, workers=workers) as found:
-            for candidate, errors in zip(tried, found, strict=True):
+        with run_in_order(proxy.errors, tried, workers=workers) as results:
+            for candidate, errors in zip(tried, results, strict=True):
                 is_better = errors < least * LEAST_GAIN
                 least = np.where(is_better, errors, least)
                 best = np.where(is_better, candidate[channels], best)
@@ -259,11 +259,11 @@ class TokenSample:
         """Take from inputs f32 [T, K] with token weights f64 [T]."""
         before = self._numbers.size
         numbers = np.concatenate([self._numbers, self._generator.random_sample(x_TK.shape[0])])
-        kept = np.sort(np.argsort(numbers, kind="stable")[:SAMPLED_TOKENS])
-        old = torch.as_tensor(kept[kept < before])
-        new = torch.as_tensor(kept[kept >= before] - before).to(x_TK.device)
+        sampled = np.sort(np.argsort(numbers, kind="stable")[:SAMPLED_TOKENS])
+        old = torch.as_tensor(sampled[sampled < before])
+        new = torch.as_tensor(sampled[sampled >= before] - before).to(x_TK.device)
         inputs = x_TK[new].cpu()
-        self._numbers = numbers[kept]
+        self._numbers = numbers[sampled]
         self._inputs = torch.cat([self._inputs[old], inputs]) if before else inputs
         self._weights = torch.cat([self._weights[old], weights[new].cpu()])
 

@@ -156,7 +156,7 @@ class Certificate:
         self.claim = claim
         self.seed = ""
         self.share = 1.0
-        self.found = Verdict()
+        self.verdict = Verdict()
         self.source_weight = lru_cache(maxsize=8)(self._source_weight)
         self._shared_scale = lru_cache(maxsize=8)(self._scale_of)
         self._largest_of_both = lru_cache(maxsize=8)(partial(largest_of_all, self.source))
@@ -234,7 +234,7 @@ class Certificate:
         weights += sum(tensors[f"{module}.weight"].size for module in fp8)
         weights += sum(t.size // 2 for n, t in tensors.items() if n not in of_modules)
         self.share = min(1.0, max(LEAST_SHARE, ALL_WEIGHTS / max(weights, 1)))
-        self.found = Verdict(all_rows=self.share == 1.0)
+        self.verdict = Verdict(all_rows=self.share == 1.0)
         checks: dict[str, Callable[[], None]] = {m: partial(self._module, m, layout) for m, layout in modules.items()}
         checks |= {module: partial(self._fp8, module) for module in fp8}
         checks |= {name: partial(self._copy, name, t) for name, t in tensors.items() if name not in of_modules}
@@ -242,11 +242,11 @@ class Certificate:
             try:
                 check()
             except Fault as fault:
-                self.found.problems[name] = str(fault)
-        return self.found
+                self.verdict.problems[name] = str(fault)
+        return self.verdict
 
     def _module(self, module: str, layout: str) -> None:
-        self.found.rows[module] = 0
+        self.verdict.rows[module] = 0
         is_named = self.claim.layout in (None, layout)
         expect(is_named, f"is in the layout {layout}, but the recipe's is {self.claim.layout}")
         role = self._role(module)
@@ -258,16 +258,16 @@ class Certificate:
         scales = self._tensor(f"{module}.{_PARAMETERS[layout][1]}", "F8_E4M3", (rows, columns // BLOCK))
         g = self._scalars(module, layout)
         chosen = self._rows(module, rows)
-        self.found.rows[module] = chosen.size
+        self.verdict.rows[module] = chosen.size
         energy = error = 0.0
         for part in parts_of(chosen, columns):
             sums = self._errors(weight, part, Written(nibbles_of(codes.rows(part)), scales.rows(part), g))
             energy, error = energy + sums[0], error + sums[1]
-        if self.found.all_rows:
-            self.found.errors[module] = (energy, error)
+        if self.verdict.all_rows:
+            self.verdict.errors[module] = (energy, error)
 
     def _fp8(self, module: str) -> None:
-        self.found.rows[module] = 0
+        self.verdict.rows[module] = 0
         claimed = self.claim.fp8
         expect(claimed is None or self._role(module) in claimed, "is FP8, but the recipe leaves it in BF16")
         weight = self.source_weight(module)
@@ -281,14 +281,14 @@ class Certificate:
         scales = read_scales(stored, rows, columns)
         energy = error = 0.0
         for part in scales.parts(self._rows(module, -(-rows // scales.rows)), rows, columns):
-            self.found.rows[module] += part.size
+            self.verdict.rows[module] += part.size
             values = weight.values(part)
             written = (values, codes.rows(part), scales.of(part, columns))
             wanted = None if claimed is None else self._wanted(module, scales, values)
             sums = check_decoded(*written) if wanted is None else check_fp8(*written, wanted)
             energy, error = energy + sums[0], error + sums[1]
-        if self.found.all_rows:
-            self.found.errors[module] = (energy, error)
+        if self.verdict.all_rows:
+            self.verdict.errors[module] = (energy, error)
 
     def _wanted(self, module: str, scales: Scales, values: F64) -> F64:
         """Return the scales that some rows, or a row of blocks, should have: float64 [R, 1] or [1, K]."""
@@ -305,8 +305,8 @@ class Certificate:
         attention = _ATTENTION.get(self.claim.layout or "")
         if attention is not None and attention.fullmatch(module):
             return "attention"
-        found = _ROLE.fullmatch(module)
-        return None if found is None else found[1] or "dense_mlp"
+        match = _ROLE.fullmatch(module)
+        return None if match is None else match[1] or "dense_mlp"
 
     def _errors(self, weight: SourceWeight, rows: Rows, written: "Written") -> tuple[float, float]:
         """Check the conditions of the rule in some rows; return energy and squared error."""
@@ -361,9 +361,9 @@ class Certificate:
             expect(self.written.find(f"{module}.{input_scale}") is None, f"has {input_scale}, but is W4A16")
         elif wanted is not None:
             value = wanted[module.endswith(_DOWN)]
-            found = self._tensor(f"{module}.{input_scale}", "F32", shape).read().tobytes()
-            is_right = found == struct.pack("<f", 1 / value if is_divisor else value)
-            expect(is_right, f"{input_scale} is {struct.unpack('<f', found)[0]!r}, the recipe's is {value!r}")
+            raw = self._tensor(f"{module}.{input_scale}", "F32", shape).read().tobytes()
+            is_right = raw == struct.pack("<f", 1 / value if is_divisor else value)
+            expect(is_right, f"{input_scale} is {struct.unpack('<f', raw)[0]!r}, the recipe's is {value!r}")
         return g
 
     def _rows(self, name: str, rows: int) -> Rows:
@@ -390,7 +390,7 @@ class Certificate:
         expect(not is_left, f"was copied, but the recipe names {role}")
         is_left = name.endswith(".weight") and len(tensor.shape) == 2 and role in (self.claim.fp8 or ())
         expect(not is_left, f"was copied, but the recipe's fp8 names {role}")
-        self.found.copies += 1
+        self.verdict.copies += 1
         norm = _NORM.fullmatch(name)
         exponents = self.claim.exponents.get(int(norm[1])) if norm is not None else None
         if exponents is None and (divided := self.exponents(name)) is not None:
@@ -407,15 +407,15 @@ class Certificate:
     def _decoded(self, module: str, tensor: Tensor) -> None:
         """Check a weight in BF16 or FP32 that another tool decoded: the source's numbers, rounded to BF16 at most."""
         weight = self.source_weight(module)
-        self.found.rows[module] = 0
+        self.verdict.rows[module] = 0
         expect(tensor.shape == weight.shape, f"{tensor.dtype} {list(tensor.shape)}, was {list(weight.shape)}")
         chosen = self._rows(module, weight.shape[0])
-        self.found.rows[module] = chosen.size
+        self.verdict.rows[module] = chosen.size
         for part in parts_of(chosen, weight.shape[1]):
             numbers = weight.values(part)
             data = tensor.rows(part)
-            found = bf16(data) if tensor.dtype == "BF16" else data.view("<f4")
-            expect_none((found != numbers) & (found != to_bf16(numbers)), "numbers are not the source's")
+            stored = bf16(data) if tensor.dtype == "BF16" else data.view("<f4")
+            expect_none((stored != numbers) & (stored != to_bf16(numbers)), "numbers are not the source's")
 
 
 def _check_scaled(before: Tensor, after: Tensor, exponents: Exponents) -> None:

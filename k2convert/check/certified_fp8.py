@@ -44,8 +44,8 @@ class Scales(NamedTuple):
 
     def of(self, rows: Rows, columns: int) -> F64:
         """Return the scales of some rows, float64 [M, 1] or [M, columns]."""
-        found = self.numbers[rows // self.rows]
-        return found if self.rows == 1 else np.repeat(found, FP8_BLOCK, axis=1)[:, :columns]
+        numbers = self.numbers[rows // self.rows]
+        return numbers if self.rows == 1 else np.repeat(numbers, FP8_BLOCK, axis=1)[:, :columns]
 
 
 def read_scales(tensor: Tensor, rows: int, columns: int) -> Scales:
@@ -85,8 +85,8 @@ def check_fp8(values: F64, codes: U8, scales: F64, wanted: F64) -> tuple[float, 
 
 def row_scales(values: F64) -> F64:
     """Return max |w| / 448 in FP32 of rows [R, K], 1 for zeros: float64 [R, 1]."""
-    found = np.abs(values).max(axis=1, keepdims=True).astype(np.float32) / np.float32(448)
-    return np.where(found == 0, np.float32(1), found).astype(np.float64)
+    scales = np.abs(values).max(axis=1, keepdims=True).astype(np.float32) / np.float32(448)
+    return np.where(scales == 0, np.float32(1), scales).astype(np.float64)
 
 
 def largest_of_columns(values: F64) -> F64:
@@ -98,11 +98,11 @@ def largest_of_columns(values: F64) -> F64:
 
 def largest_of_all(source: Checkpoint, *modules: str) -> F64:
     """Return max |w| of whole weights together, for each 128 columns: float64 [C]."""
-    found = list[F64]()
+    largest = list[F64]()
     for weight in (source.get(f"{module}.weight") for module in modules):
         parts = parts_of(np.arange(weight.shape[0]), weight.shape[1])
-        found += [largest_of_columns(bf16(weight.rows(part))) for part in parts]
-    return np.maximum.reduce(found)
+        largest += [largest_of_columns(bf16(weight.rows(part))) for part in parts]
+    return np.maximum.reduce(largest)
 
 
 def is_known(source: Checkpoint, written: Checkpoint, module: str) -> bool:

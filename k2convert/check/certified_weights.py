@@ -235,9 +235,9 @@ def expect(holds: bool, problem: str) -> None:
         raise Fault(problem)
 
 
-def expect_none(wrong: NDArray[np.bool_], what: str) -> None:
+def expect_none(wrong: NDArray[np.bool_], problem: str) -> None:
     if wrong.any():
-        raise Fault(f"{np.count_nonzero(wrong):,} of {wrong.size:,} {what}")
+        raise Fault(f"{np.count_nonzero(wrong):,} of {wrong.size:,} {problem}")
 
 
 def parts_of(rows: Rows, columns: int) -> list[Rows]:
@@ -295,17 +295,17 @@ def check_int4(nibbles: U8, units: F64, written: Written) -> tuple[float, float]
     """Check INT4 weights q * s: codes and errors follow from |q| and from the ratio of b * g and s."""
     fractions, powers = (x.repeat(2) for x in np.frexp(units))  # two blocks of a group
     scales = written.scales.reshape(-1).astype(np.int64)
-    place = (scales + 8 * (round(math.log2(written.g)) - powers - 2)).clip(3, _STEPS - 4)
-    place = ((np.abs(fractions) * 256).astype(np.int64) - 128).clip(0, 127) * _STEPS + place
+    index = (scales + 8 * (round(math.log2(written.g)) - powers - 2)).clip(3, _STEPS - 4)
+    index = ((np.abs(fractions) * 256).astype(np.int64) - 128).clip(0, 127) * _STEPS + index
     numbers = blocks_of(nibbles).astype(np.int64) - 8
     sizes = np.abs(numbers)
     codes, table = _int4_tables()
-    wanted = codes.reshape(-1)[9 * place[:, None] + sizes]
+    wanted = codes.reshape(-1)[9 * index[:, None] + sizes]
     wanted[fractions == 0] = 0
     _check_codes(written, wanted, ((numbers < 0) ^ (fractions < 0)[:, None]) & (wanted > 0))
     counts = np.bincount((9 * np.arange(len(sizes))[:, None] + sizes).reshape(-1), minlength=9 * len(sizes))
     counts = counts.reshape(-1, 9).astype(np.float64)
-    near = np.lib.stride_tricks.sliding_window_view(table.reshape(-1), 63)[9 * (place - 3)].reshape(-1, 7, 9)
+    near = np.lib.stride_tricks.sliding_window_view(table.reshape(-1), 63)[9 * (index - 3)].reshape(-1, 7, 9)
     errors = np.einsum("mnl,ml->nm", near, counts)
     energy = (counts @ np.arange(9.0) ** 2) * units.reshape(-1).repeat(2) ** 2
     _check_neighbors(written, energy > 0, errors)
@@ -393,14 +393,14 @@ def check_errors(values: F64, written: Written) -> None:
     expect_none(wrong, "blocks have far more error than rounding to nearest")
     codes = nearest_codes(sizes, own)
     columns = values.shape[1]
-    place = (columns * codes.reshape(-1, columns).astype(np.int64) + np.arange(columns, dtype=np.int64)).reshape(-1)
+    bins = (columns * codes.reshape(-1, columns).astype(np.int64) + np.arange(columns, dtype=np.int64)).reshape(-1)
 
     def total(terms: NDArray[np.float32]) -> F64:
-        return np.bincount(place, terms.reshape(-1), minlength=8 * columns).astype(np.float64).reshape(8, columns)
+        return np.bincount(bins, terms.reshape(-1), minlength=8 * columns).astype(np.float64).reshape(8, columns)
 
     directed = errors * weights
     sums, squares, variances = total(directed), total(weights**2), total(directed**2)
     nearest = total((E2M1[codes].astype(np.float32) * own - sizes) * sizes)
-    for axis, share, what in ONE_SIDED:
+    for axis, share, label in ONE_SIDED:
         most = share * squares.sum(axis) + np.abs(nearest.sum(axis)) + 6 * np.sqrt(variances.sum(axis))
-        expect_none(np.atleast_1d(np.abs(sums.sum(axis)) > most), f"{what} are rounded to one side")
+        expect_none(np.atleast_1d(np.abs(sums.sum(axis)) > most), f"{label} are rounded to one side")

@@ -202,9 +202,9 @@ def _compare(
     variants = [variant for variant in Variant if versions.with_fp4_inputs or variant not in W4A4_VARIANTS]
     mlps = block_mlps(versions.source, block.mlp, routing)
     reached = {mlp.module for mlp in mlps if mlp.tokens.numel()}
-    for place, mlp in enumerate(mlps):
+    for index, mlp in enumerate(mlps):
         if mlp.expert is not None and mlp.module not in reached:
-            mlps[place] = replace(mlp, tokens=routing.likeliest_tokens(mlp.expert, PROBE_TOKENS), weights=None)
+            mlps[index] = replace(mlp, tokens=routing.likeliest_tokens(mlp.expert, PROBE_TOKENS), weights=None)
     energies: dict[int | None, list[float]] = defaultdict(lambda: [0.0] * (1 + len(variants)))  # signal, then noise
 
     def add(inputs: Tensor, some: list[MlpTokens], sums_VTK: Tensor) -> None:

@@ -115,17 +115,17 @@ def _source_needs(result: Result) -> dict[str, Ranges]:
     for name, parts in result.source_names.items():
         if parts.parameter in (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT):
             shared[parts.sharing_key].append(tensors[name])
-    found: dict[str, list[TensorInfo]] = defaultdict(list)
+    needed_tensors: dict[str, list[TensorInfo]] = defaultdict(list)
     for name, tensor in result.tensors.items():
         module = result.modules.get(name.rpartition(".")[0])
         if module is not None and module.is_converted:
-            found[tensor.shard] += shared[module.parts.sharing_key]
+            needed_tensors[tensor.shard] += shared[module.parts.sharing_key]
         elif module is not None and (partner := result.family.fp8_partner(module.name)) is not None:
             both = (tensors.get(f"{stem}.{WEIGHT}") for stem in (module.name, partner))
-            found[tensor.shard] += [tensor for tensor in both if tensor is not None]
+            needed_tensors[tensor.shard] += [tensor for tensor in both if tensor is not None]
         elif name in tensors:
-            found[tensor.shard].append(tensors[name])
-    needs = {shard: ranges_of(tensors) for shard, tensors in found.items()}
+            needed_tensors[tensor.shard].append(tensors[name])
+    needs = {shard: ranges_of(tensors) for shard, tensors in needed_tensors.items()}
     for ranges in needs.values():
         for shard, of_shard in ranges.items():  # the certificate reads headers too
             of_shard.add((0, headers[shard].data_begin))

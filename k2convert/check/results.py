@@ -255,10 +255,10 @@ _LABELS: Final[dict[str, str]] = {
 }
 
 
-def labels(found: Collection[str]) -> dict[str, str]:
-    """Return what people read for each of the variants `found`, in the order in which they are shown."""
-    served = {} if Variant.CONVERTED_W4A4 in found else {Variant.CONVERTED: "this result as served (W4A16)"}
-    return {variant: label for variant, label in (_LABELS | served).items() if variant in found}
+def labels(variants: Collection[str]) -> dict[str, str]:
+    """Return what people read for each of the `variants`, in the order in which they are shown."""
+    served = {} if Variant.CONVERTED_W4A4 in variants else {Variant.CONVERTED: "this result as served (W4A16)"}
+    return {variant: label for variant, label in (_LABELS | served).items() if variant in variants}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import numpy as np
 from k2convert.check.certificate import Certificate, Claim, Verdict
 from k2convert.check.certified_weights import Fault
 from k2convert.check.contract import Figures, differing_totals, is_same_error, measured_figures
-from k2convert.check.contract.modules import FP8_PARAMETERS, fp8_scales
+from k2convert.check.contract.modules import FP8_PARAMETERS, Module, fp8_scales
 from k2convert.check.contract.result import Result, Scaling, open_shard
 from k2convert.check.contract.scan import ScanResult, ShardBytes, scan_shards
 from k2convert.check.contract.tensors import shape_problems
@@ -29,7 +29,7 @@ from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError, SourceReadError, remedy
-from k2convert.models.names import WEIGHT, WEIGHT_SCALE, Family, TensorName
+from k2convert.models.names import WEIGHT, WEIGHT_SCALE, Family
 from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.bf16 import Bf16Weight, SourceWeight
@@ -39,7 +39,7 @@ from k2convert.quantize.metrics.measure import measure_decoded, measure_fp8
 from k2convert.quantize.metrics.weight_metrics import MetricsSum, PackedMetrics, WeightMetrics
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
-from k2convert.records.ledger import TOTAL, ProjectionRecord, ShardFindings, ShardRecord, doubt_of, summarize
+from k2convert.records.ledger import TOTAL, ProjectionRecord, ShardFindings, ShardRecord, codes_warning, summarize
 
 if TYPE_CHECKING:
     from k2convert.calibration.layer_files import Calibration
@@ -82,10 +82,10 @@ class ShardsFound:
                 self.misstated.append(module)
 
     @property
-    def doubts(self) -> dict[str, str]:
-        """Doubts about the source's codes, by module."""
-        found = {module: doubt_of(m.num_minus_eight, m.num_codes) for module, m in self.measured.items()}
-        return {module: doubt for module, doubt in found.items() if doubt}
+    def warnings(self) -> dict[str, str]:
+        """Warnings about the source's codes, by module."""
+        warnings = {module: codes_warning(m.num_minus_eight, m.num_codes) for module, m in self.measured.items()}
+        return {module: warning for module, warning in warnings.items() if warning}
 
     @property
     def figures(self) -> Mapping[str, Figures]:
@@ -133,19 +133,19 @@ def validate_shards(
         claim=claim_of(result),
     )
     with ShardReader(source.path) as reader, ThreadPoolExecutor(thread_name_prefix="decode") as pool:
-        found = ShardsFound()
-        measurer = _Measurer(result, source, reader, pool, certificate, found, recorded)
+        findings = ShardsFound()
+        measurer = _Measurer(result, source, reader, pool, certificate, findings, recorded)
 
         def finished(shard: str, digest: str) -> None:
-            measurer.settle()
+            measurer.flush()
             try:
-                found.certified.add(certificate.check_shard(result.folder / shard, seed=digest))
+                findings.certified.add(certificate.check_shard(result.folder / shard, seed=digest))
             except OSError as error:
                 raise SourceReadError(f"{result.folder / shard}: cannot be read ({error.strerror}).") from None
             finally:
                 certificate.release()
 
-        found.scan = scan_shards(
+        findings.scan = scan_shards(
             result,
             shard_visitor=visitor,
             tensor_visitor=measurer.tensor,
@@ -153,25 +153,25 @@ def validate_shards(
             around=shards.plan(result),
             finished=finished,
         )
-    found.scan.misscaled = {n: p for n, p in found.certified.problems.items() if n in found.scan.scaled}
-    _compare_errors(found, rtol=1e-9 if result.ledger is not None else 1e-6)  # a divisor says no exact scale
-    return found
+    findings.scan.misscaled = {n: p for n, p in findings.certified.problems.items() if n in findings.scan.scaled}
+    _compare_errors(findings, rtol=1e-9 if result.ledger is not None else 1e-6)  # a divisor says no exact scale
+    return findings
 
 
 def _path(folder: Path, tensor: TensorInfo | None) -> Path | None:
     return None if tensor is None else folder / tensor.shard
 
 
-def _compare_errors(found: ShardsFound, *, rtol: float) -> None:
+def _compare_errors(findings: ShardsFound, *, rtol: float) -> None:
     """Compare the errors that the compiled code measured with those that the certificate computed of all rows."""
-    for module, sums in found.certified.errors.items():
-        measured = found.measured.get(module)
+    for module, sums in findings.certified.errors.items():
+        measured = findings.measured.get(module)
         if measured is None:
             continue
         if not np.allclose((measured.energy, measured.squared_error), sums, rtol=rtol, atol=0):
             own = f"{measured.squared_error!r} of {measured.energy!r}"
             problem = f"measured {own}, but it is {sums[1]!r} of {sums[0]!r}"
-            found.certified.problems.setdefault(module, problem)
+            findings.certified.problems.setdefault(module, problem)
 
 
 @dataclass(slots=True)
@@ -183,45 +183,44 @@ class _Measurer:
     reader: ShardReader
     pool: ThreadPoolExecutor
     certificate: Certificate
-    found: ShardsFound
+    findings: ShardsFound
     recorded: Mapping[str, ProjectionRecord]
     _parts: dict[str, dict[str, Bytes]] = field(default_factory=dict[str, dict[str, Bytes]])
     _pending: dict[str, Future[WeightMetrics]] = field(default_factory=dict[str, Future[WeightMetrics]])
     _room: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(MAX_PENDING))
 
-    def tensor(self, module: str, parameter: str, data: Bytes) -> None:
+    def tensor(self, module_name: str, parameter: str, data: Bytes) -> None:
         """Keep one tensor; measure its module once codes, block scales and global scale are there."""
         names = self.result.names
         needed = (names.weight, names.block_scale, names.global_scale)
-        if self.result.modules[module].is_fp8:
+        module = self.result.modules[module_name]
+        if module.is_fp8:
             needed = FP8_PARAMETERS
         if parameter not in needed:  # keeping the view would keep the whole batch in memory
             return
-        parts = self._parts.setdefault(module, {})
+        parts = self._parts.setdefault(module_name, {})
         parts[parameter] = data
         if len(parts) < len(needed):
             return
-        del self._parts[module]
-        place = self.result.modules[module]
-        if self.result.is_in_source(place) and not shape_problems(self.result, place):
+        del self._parts[module_name]
+        if self.result.is_in_source(module) and not shape_problems(self.result, module):
             self._room.acquire()
-            self._pending[module] = self.pool.submit(self._measure, module, place.parts, parts)
+            self._pending[module_name] = self.pool.submit(self._measure, module, parts)
 
-    def _measure(self, module: str, place: TensorName, parts: Mapping[str, Bytes]) -> WeightMetrics:
+    def _measure(self, module: Module, parts: Mapping[str, Bytes]) -> WeightMetrics:
         try:
             with remedy(SOURCE_REMEDY):
-                source = load_projection(self.reader.read, projection_of(self.source, place))
-                exponents = self.result.scaling.of_weight(place)
+                source = load_projection(self.reader.read, projection_of(self.source, module.parts))
+                exponents = self.result.scaling.of_weight(module.parts)
                 if exponents is not None:
-                    source = source.divide_columns(exponents, name=module)
-            found = self.result.modules[module]
-            if found.is_fp8:
-                scales = fp8_scales(parts[WEIGHT_SCALE], found.parameters[WEIGHT_SCALE], source.shape[0])
+                    source = source.divide_columns(exponents, name=module.name)
+            if module.is_fp8:
+                scales = fp8_scales(parts[WEIGHT_SCALE], module.parameters[WEIGHT_SCALE], source.shape[0])
                 exact = source.bits if type(source) is Bf16Weight else source
                 return measure_fp8(exact, Fp8Weight(parts[WEIGHT].reshape(source.shape), scales))
             names = self.result.names
             raw = parts[names.global_scale].tobytes()
-            scale = self._global_scale(module, raw)
+            scale = self._global_scale(module.name, raw)
             packed, scales = parts[names.weight], parts[names.block_scale]
             changed = None
             recipe = self.result.recipe
@@ -248,17 +247,17 @@ class _Measurer:
         for exact in known:
             if exact is not None and names.stores(exact, raw):
                 return exact
-        self.found.has_exact_scales = False
+        self.findings.has_exact_scales = False
         return scale
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for the modules taken so far, and close the source's files."""
         wait(self._pending.values())
         self.reader.release()
         for module, measured in self._pending.items():
             record = self.recorded.get(module)
             stated = None if record is None else record.metrics
-            self.found.add_measured(module, self.result.modules[module].parts.role, measured.result(), stated)
+            self.findings.add_measured(module, self.result.modules[module].parts.role, measured.result(), stated)
         self._pending.clear()
 
 
@@ -302,14 +301,16 @@ def check_finished_shard(
     if calibration is not None:
         layers = {parts.layer for parts in result.source_names.values()} & set(calibration.layers)
         exponents = {layer: calibration.exponents(layer) for layer in layers if layer is not None}
-        scaling = Scaling({n: found for n, found in exponents.items() if found is not None}, {})
+        scaling = Scaling(
+            {n: layer_exponents for n, layer_exponents in exponents.items() if layer_exponents is not None}, {}
+        )
         result = replace(result, calibration=calibration, scaling=scaling)
     recorded = {projection.module: projection for projection in record.projections}
-    found = validate_shards(result, recorded=recorded)
-    scan = found.scan
+    findings = validate_shards(result, recorded=recorded)
+    scan = findings.scan
     if scan.digests[path.name] != record.blake3:
         raise ChangedFileError(path)
-    problems = list(_problems(result, found, record))
+    problems = list(_problems(result, findings, record))
     if problems:
         (where, problem), more = problems[0], f" ({len(problems) - 1} more like it)" if len(problems) > 1 else ""
         raise InvalidCheckpointError(f"{path.name}: {where}: {problem}{more}. {_REMEDY}")
@@ -317,9 +318,9 @@ def check_finished_shard(
         blake3=record.blake3,
         copied=tuple(sorted(scan.compared)),
         scaled=tuple(sorted(scan.scaled)),
-        decoded=dict(found.measured),
-        certified_rows=found.certified.rows,
-        certified_whole=found.certified.all_rows,
+        decoded=dict(findings.measured),
+        certified_rows=findings.certified.rows,
+        certified_whole=findings.certified.all_rows,
         invalid_scales=scan.invalid_scales,
         subnormal_scales=scan.subnormal_scales,
         zero_blocks_with_codes=scan.zero_blocks_with_codes,
@@ -327,19 +328,19 @@ def check_finished_shard(
     )
 
 
-def _problems(result: Result, found: ShardsFound, record: ShardRecord) -> Iterator[tuple[str, str]]:
-    for name, count in found.scan.different.items():
+def _problems(result: Result, findings: ShardsFound, record: ShardRecord) -> Iterator[tuple[str, str]]:
+    for name, count in findings.scan.different.items():
         yield name, f"{count:,} bytes are not the source's"
     fp8 = {module.name for module in result.fp8}
     for name in result.tensors:
         module, _, parameter = name.rpartition(".")
         expected = FP8_PARAMETERS if module in fp8 else result.expected_parameters
-        is_measured = module in found.measured and parameter in expected
-        if name not in found.scan.compared and not is_measured:
+        is_measured = module in findings.measured and parameter in expected
+        if name not in findings.scan.compared and not is_measured:
             yield name, "could not be compared with the source"
-    yield from found.certified.problems.items()
+    yield from findings.certified.problems.items()
     if all(projection.metrics is not None for projection in record.projections):
-        yield from differing_totals(summarize([record]), found.figures)
+        yield from differing_totals(summarize([record]), findings.figures)
 
 
 def join_findings(records: Iterable[ShardRecord], result: Result) -> ShardsFound:

@@ -110,8 +110,8 @@ def _ledger_problems(
     if digest_of_exponents(exponents) == record.exponents_digest:
         return {}
     problems: dict[int | None, Offender] = {}
-    for layer, found in exponents.items():
-        counts: Counter[int] = Counter(found.tolist())
+    for layer, layer_exponents in exponents.items():
+        counts: Counter[int] = Counter(layer_exponents.tolist())
         stated = record.layers.get(layer)
         if stated is None or +Counter(stated.exponents) != counts:
             problem = f"scales channels by {_listed(counts)}, but the ledger states "

@@ -64,8 +64,8 @@ def validate_checkpoint(
     _check_pruned_source(result)
     result = _with_smoothing(result, shards)
     source = result.source
-    found = validate_shards(result, recorded=_recorded(result), events=events, visitor=visitor, shards=shards)
-    contract, weights = _report(result, found)
+    findings = validate_shards(result, recorded=_recorded(result), events=events, visitor=visitor, shards=shards)
+    contract, weights = _report(result, findings)
     layers_report = None
     skipped = ""
     if layers is not None and source is None:
@@ -183,25 +183,25 @@ def validate_sent(
     return ValidationReport(str(folder), contract, weights, layers=None)
 
 
-def _report(result: Result, found: ShardsFound) -> tuple[ContractReport, WeightsReport | None]:
+def _report(result: Result, findings: ShardsFound) -> tuple[ContractReport, WeightsReport | None]:
     """Check the rules, and compare the journal's figures."""
     if result.source is None:
-        return check_result(result, found.scan), None
-    errors = found.measured
+        return check_result(result, findings.scan), None
+    errors = findings.measured
     weights = WeightsReport(
         errors=errors,
         roles={name: result.modules[name].parts.role for name in errors},
-        certificate=_certificate_report(result, found),
-        journal_mismatches=tuple(found.misstated),
-        journal_compared=found.num_stated,
+        certificate=_certificate_report(result, findings),
+        journal_mismatches=tuple(findings.misstated),
+        journal_compared=findings.num_stated,
     )
     is_whole = errors.keys() >= {module.name for module in (*result.converted, *result.fp8)}
-    totals = found.figures if is_whole and errors else None
-    return check_result(result, found.scan, errors=errors, totals=totals, doubts=found.doubts), weights
+    totals = findings.figures if is_whole and errors else None
+    return check_result(result, findings.scan, errors=errors, totals=totals, warnings=findings.warnings), weights
 
 
-def _certificate_report(result: Result, found: ShardsFound) -> CertificateReport:
-    certified = found.certified
+def _certificate_report(result: Result, findings: ShardsFound) -> CertificateReport:
+    certified = findings.certified
     rule = claim_of(result).rule
     reason = ""
     if result.ledger is None:

@@ -113,8 +113,8 @@ def parse_json(text: str) -> Any:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        raise DuplicateKeyError(f"duplicate key {quoted(next(k for k, _ in pairs if k in seen or seen.add(k)))}")
+        keys: set[str] = set()
+        raise DuplicateKeyError(f"duplicate key {quoted(next(k for k, _ in pairs if k in keys or keys.add(k)))}")
     return result
 
 
@@ -196,7 +196,7 @@ def walk_folder(folder: Path) -> list[Path]:
             if path.name.startswith(".") or path.name == LOST_FOUND or not S_ISDIR(mode_of(path)):
                 continue
             real = os.path.realpath(path)
-            if not path.is_symlink() or not any(Path(one).is_relative_to(real) for one in above):
+            if not path.is_symlink() or not any(Path(ancestor).is_relative_to(real) for ancestor in above):
                 waiting.append((path, (*above, real)))
     return sorted(paths)
 

@@ -95,10 +95,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     index = read_json_file(index_path) if is_there(index_path) else None
     if index is None and not (folder / SINGLE_SHARD_NAME).exists():
         others = [path.name for path in list_folder(folder) if path.suffix in _OTHER_FORMS]
-        found = f" (there is {shortened(others[0])})" if others else ""
+        hint = f" (there is {shortened(others[0])})" if others else ""
         raise MalformedFileError(
             f"{folder}: has neither {INDEX_NAME} nor {SINGLE_SHARD_NAME}. The download is incomplete, "
-            f"or this is not a safetensors checkpoint{found}."
+            f"or this is not a safetensors checkpoint{hint}."
         )
     present = [path.name for path in list_folder(folder) if path.name.endswith(SHARD_SUFFIX)]
     return build_checkpoint(
@@ -387,8 +387,8 @@ def _files_of_code(folder: Path, name: str) -> list[str]:
             if "vocab_files_names" in [getattr(target, "id", "").lower() for target in targets]:
                 constants = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
                 files += [text for text in constants if isinstance(text, str) and "." in text]
-        elif isinstance(node, ast.BinOp | ast.Call) and (found := _path_beside(node)):
-            files.append((Path(name).parent / found).as_posix())
+        elif isinstance(node, ast.BinOp | ast.Call) and (relative := _path_beside(node)):
+            files.append((Path(name).parent / relative).as_posix())
     return files
 
 

@@ -136,9 +136,9 @@ def _blocks(columns: Sequence[str], rows: Sequence[Sequence[Text]]) -> Group:
     """Return each row as a block: its first cell, and the others with their headings. Empty cells are left out."""
     lines: list[RenderableType] = []
     for row in rows:
-        for place, (column, cell) in enumerate(zip(columns, row, strict=True)):
+        for index, (column, cell) in enumerate(zip(columns, row, strict=True)):
             line = Text(f"{column}: " if column else "", overflow="fold").append_text(cell)
-            if not place:
+            if not index:
                 lines.append(line)
             elif cell:
                 lines.append(Padding(line, (0, 0, 0, 2), expand=False))

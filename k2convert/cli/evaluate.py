@@ -69,11 +69,11 @@ def evaluate(
 
     console.set_output(json=json, quiet=quiet)
     say_when_interrupted(lambda: "" if dry_run else RESUMES, resumes=not dry_run)
-    places = [reference, *checkpoints]
-    uses_hub = any(place.startswith(SCHEME) for place in places)
+    addresses = [reference, *checkpoints]
+    uses_hub = any(address.startswith(SCHEME) for address in addresses)
     refuse_contradictions((max_disk and not uses_hub, "--max-disk only applies to hf:// checkpoints"))
     with (
-        waiting(f"loading torch, reading the headers of {', '.join(places)}") as waits,
+        waiting(f"loading torch, reading the headers of {', '.join(addresses)}") as waits,
         open_evaluation(
             reference,
             checkpoints,

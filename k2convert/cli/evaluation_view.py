@@ -76,52 +76,56 @@ def _show_plan(plan: "EvaluationPlan", needs: Needs, line: str) -> None:
     )
 
 
-def show_result(plan: "EvaluationPlan", found: Evaluation) -> None:
+def show_result(plan: "EvaluationPlan", evaluation: Evaluation) -> None:
     paths = [str(output.path) for output in plan.outputs]
-    console.show(plain(found), partial(show_evaluation, found), *paths, partial(_show_unkept, plan))
-    console.print_next(_next_command(plan, found))
+    console.show(plain(evaluation), partial(show_evaluation, evaluation), *paths, partial(_show_unkept, plan))
+    console.print_next(_next_command(plan, evaluation))
 
 
 def _show_unkept(plan: "EvaluationPlan") -> None:
-    kept = {output.checkpoint for output in plan.outputs}
+    saved = {output.checkpoint for output in plan.outputs}
     for number, checkpoint in enumerate(plan.checkpoints):
-        if number and kept.isdisjoint((None, number)):
-            console.print_note(f"{checkpoint.place}: its rows are not kept in a file. Add --out FILE to keep them")
+        if number and saved.isdisjoint((None, number)):
+            console.print_note(f"{checkpoint.address}: its rows are not kept in a file. Add --out FILE to keep them")
 
 
-def _next_command(plan: "EvaluationPlan", found: Evaluation) -> str:
+def _next_command(plan: "EvaluationPlan", evaluation: Evaluation) -> str:
     """Return the command for the report on the nearest result that keeps its figures in its folder, with its source if
     that is the reference.
     """
-    kept = [plan.checkpoints[output.checkpoint] for output in plan.outputs if output.checkpoint is not None]
-    places = {one.name: one for one in kept if one.source.local is not None and one.ledger is not None}
-    rows = sorted(found.rows, key=lambda row: row.figures.divergence.mean)
-    nearest = next((places[row.model.name] for row in rows if row.model.name in places), None)
+    saved = [plan.checkpoints[output.checkpoint] for output in plan.outputs if output.checkpoint is not None]
+    by_name = {
+        checkpoint.name: checkpoint
+        for checkpoint in saved
+        if checkpoint.source.local is not None and checkpoint.ledger is not None
+    }
+    rows = sorted(evaluation.rows, key=lambda row: row.figures.divergence.mean)
+    nearest = next((by_name[row.model.name] for row in rows if row.model.name in by_name), None)
     if nearest is None or nearest.ledger is None:
         return "k2convert guide prove"
     reference = plan.checkpoints[0]
     headers = {shard: header.digest for shard, header in reference.checkpoint.headers.items()}
-    source = ("--source", reference.place) if nearest.ledger.source.headers == headers else ()
-    return console.command("k2convert", "report", nearest.place, *source)
+    source = ("--source", reference.address) if nearest.ledger.source.headers == headers else ()
+    return console.command("k2convert", "report", nearest.address, *source)
 
 
-def show_evaluation(found: Evaluation) -> None:
+def show_evaluation(evaluation: Evaluation) -> None:
     """Print the figures of every model, and its worst tokens."""
-    text = found.text
+    text = evaluation.text
     names = ", ".join(name for name, _ in text.texts)
     dropped = ""
     if text.dropped:
         dropped = f", {text.dropped:,} windows dropped"
     print_table(
-        f"against {found.reference.name}, on {text.tokens:,} tokens of {names}{dropped}",
+        f"against {evaluation.reference.name}, on {text.tokens:,} tokens of {names}{dropped}",
         ("model", "KL, nats", "+-", "99.9 %", "max", "perplexity", "same top 1, %", "left top 5, %"),
-        [(label, *_figures(row)) for label, row in zip(row_labels(found.rows), found.rows, strict=True)],
+        [(label, *_figures(row)) for label, row in zip(row_labels(evaluation.rows), evaluation.rows, strict=True)],
     )
-    if found.rows:
-        print_line(f"perplexity of {found.reference.name}: {found.rows[0].figures.reference_perplexity:.3f}")
-    for verdict in found.verdicts:
+    if evaluation.rows:
+        print_line(f"perplexity of {evaluation.reference.name}: {evaluation.rows[0].figures.reference_perplexity:.3f}")
+    for verdict in evaluation.verdicts:
         print_line(_verdict_line(verdict))
-    for row in found.rows:
+    for row in evaluation.rows:
         for token in (token for token in row.worst[:_SHOWN_TOKENS] if token.divergence > 0):
             print_line(
                 f"{_called(row.model)}: KL {token.divergence:.3f} after {token.before[-40:]!r}: text {token.token!r}, "
@@ -153,13 +157,15 @@ def row_labels(rows: Sequence[EvaluationRow]) -> list[str]:
 def _verdict_line(verdict: Verdict) -> str:
     """Say which of two models is nearer to the reference, or that the text does not tell."""
     nearer, farther = (_called(model) for model in (verdict.nearer, verdict.farther))
-    found = verdict.difference
+    difference = verdict.difference
     error = ""
-    if found.standard_error is not None:
-        error = f" +- {found.standard_error:.2g}"
+    if difference.standard_error is not None:
+        error = f" +- {difference.standard_error:.2g}"
     if verdict.is_clear:
-        return f"{nearer} is nearer than {farther}: its KL is {found.mean:.2g}{error} less, on the same tokens"
-    return f"no measurable difference between {nearer} and {farther}: KL {found.mean:.2g}{error}, on the same tokens"
+        return f"{nearer} is nearer than {farther}: its KL is {difference.mean:.2g}{error} less, on the same tokens"
+    return (
+        f"no measurable difference between {nearer} and {farther}: KL {difference.mean:.2g}{error}, on the same tokens"
+    )
 
 
 def _called(model: EvaluatedModel) -> str:

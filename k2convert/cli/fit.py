@@ -90,8 +90,8 @@ def fit(
         checkpoint, hub=Hub(notify=console.print_note, warn=console.print_note, outages_pass=False)
     ) as opened:
         whole = read_model(opened.checkpoint, recipe=recipe)
-    asked = Question(
-        place=checkpoint,
+    question = Question(
+        address=checkpoint,
         checkpoint=opened.checkpoint,
         whole=whole,
         model=whole if experts in (None, AUTO) else whole.with_experts(int(experts)),
@@ -107,16 +107,16 @@ def fit(
         recipe=recipe,
     )
     if kind is None or count is None:
-        fits = answer_all(asked, kind)
+        fits = answer_all(question, kind)
     else:
-        found = None if given else find_fit(asked.model, kind, count, settings=asked.settings)
-        if found is None:
+        usual_fit = None if given else find_fit(question.model, kind, count, settings=question.settings)
+        if usual_fit is None:
             layout = complete_layout(
-                count, asked.model.shape, tensor=tp, expert=ep, pipeline=pp, data_attention=dp_attention
+                count, question.model.shape, tensor=tp, expert=ep, pipeline=pp, data_attention=dp_attention
             )
         else:
-            layout = found.layout
-        fits = answer_one(asked, kind, layout, fewer_experts=experts == AUTO)
+            layout = usual_fit.layout
+        fits = answer_one(question, kind, layout, fewer_experts=experts == AUTO)
     if not fits:
         raise typer.Exit(3)
 

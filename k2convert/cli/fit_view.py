@@ -58,7 +58,7 @@ class Question:
     `context`, `kv` and `recipe` are what the user named, None without: commands repeat them.
     """
 
-    place: str
+    address: str
     checkpoint: Checkpoint
     whole: Model
     model: Model
@@ -71,7 +71,7 @@ class Question:
         """Return what was asked, what it weighs, and the answers, as plain data."""
         model = self.model
         return {
-            "checkpoint": self.place,
+            "checkpoint": self.address,
             "family": model.family.name,
             "recipe": None if model.recipe is None else model.recipe.name,
             "experts_per_layer": model.shape.num_experts,
@@ -94,91 +94,95 @@ class Question:
             console.print_note(f"note: {_PRUNING_NOTE}")
             if 2 * experts < total:
                 return
-            repo = parse_repo(self.place)
-            source = self.place if self.model.recipe is not None and repo is None else "SOURCE"
+            repo = parse_repo(self.address)
+            source = self.address if self.model.recipe is not None and repo is None else "SOURCE"
             words = ("prune", source, "PRUNED", "--keep", "FILE")
             if repo is not None:
                 console.print_note("SOURCE is a folder: `hf download` makes one of a repository")
             console.print_note(f"FILE lists {experts} experts per layer: `k2convert guide prune` shows what makes one")
         elif self.model.recipe is not None:
             named = () if self.recipe is None else ("--recipe", self.recipe)
-            words = ("run", self.place, "DEST", *named, "--dry-run")
+            words = ("run", self.address, "DEST", *named, "--dry-run")
         else:
             return
         console.print_next(console.command("k2convert", *words))
 
 
-def answer_all(asked: Question, gpu: Gpu | None) -> bool:
+def answer_all(question: Question, gpu: Gpu | None) -> bool:
     """Show which GPUs, or which counts of one, hold the model. Return whether any do."""
     gpus = GPUS.values() if gpu is None else (gpu,)
-    fits = find_holders(asked.model, settings=asked.settings, gpus=gpus)
-    console.show(asked.document([fit_document(fit) for fit in fits]), partial(show_holders, asked, fits))
+    fits = find_holders(question.model, settings=question.settings, gpus=gpus)
+    console.show(question.document([fit_document(fit) for fit in fits]), partial(show_holders, question, fits))
     if fits:
-        asked.print_next()
+        question.print_next()
     return bool(fits)
 
 
-def answer_one(asked: Question, gpu: Gpu, layout: Parallelism, *, fewer_experts: bool) -> bool:
+def answer_one(question: Question, gpu: Gpu, layout: Parallelism, *, fewer_experts: bool) -> bool:
     """Show the memory by role and the speed of a layout, or what would fit. Return whether it fits.
 
     With `fewer_experts` the model has the most experts that fit.
     """
-    fit = fit_layout(asked.model, gpu, layout, asked.settings)
-    if fewer_experts and (most := most_experts(asked.whole, fit, asked.settings)) is not None:
+    fit = fit_layout(question.model, gpu, layout, question.settings)
+    if fewer_experts and (most := most_experts(question.whole, fit, question.settings)) is not None:
         fit = most
-        asked = replace(asked, model=fit.model)
-    commands = _serve_commands(asked, fit)
-    one = fit_document(fit)
+        question = replace(question, model=fit.model)
+    commands = _serve_commands(question, fit)
+    document = fit_document(fit)
     read = bytes_per_token(fit.model, layout)
-    one["each"]["bytes_per_token"] = read
-    one["bound_tokens_per_second"] = None if gpu.bandwidth is None else gpu.bandwidth / read
-    one["serve"] = {name: {"command": found.line or None, "notes": found.notes} for name, found in commands.items()}
+    document["each"]["bytes_per_token"] = read
+    document["bound_tokens_per_second"] = None if gpu.bandwidth is None else gpu.bandwidth / read
+    document["serve"] = {
+        name: {"command": command.line or None, "notes": command.notes} for name, command in commands.items()
+    }
     views: list[Callable[[], None]] = [
-        partial(show_fit, asked.place, fit),
+        partial(show_fit, question.address, fit),
         partial(show_serving, commands, known=fit_notes(fit)),
     ]
     if fit.holds:
-        console.show(asked.document([one]), *views)
-        asked.print_next()
+        console.show(question.document([document]), *views)
+        question.print_next()
         return True
-    pruned, count = ways_out(asked.whole, fit)
+    pruned, count = ways_out(question.whole, fit)
     fewer = [
         {"experts_per_layer": way.model.shape.num_experts, "context": way.settings.context, "kv_tokens": way.tokens}
         for way in pruned
     ]
-    one["ways_out"] = {"experts": fewer, "count": count}
-    console.show(asked.document([one]), *views, partial(show_ways_out, pruned, count, fit, whole=asked.whole))
+    document["ways_out"] = {"experts": fewer, "count": count}
+    console.show(
+        question.document([document]), *views, partial(show_ways_out, pruned, count, fit, whole=question.whole)
+    )
     if pruned:
-        asked.print_next(experts=pruned[0].model.shape.num_experts)
+        question.print_next(experts=pruned[0].model.shape.num_experts)
     return False
 
 
-def _serve_commands(asked: Question, fit: Fit) -> ServeCommands:
+def _serve_commands(question: Question, fit: Fit) -> ServeCommands:
     """Return the command of each engine, of DEST for a source; none if the GPUs do not hold the model."""
     if not fit.holds:
         return {}
-    model = asked.model
-    config = asked.checkpoint.config
+    model = question.model
+    config = question.checkpoint.config
     recipe = model.recipe
-    repo = parse_repo(asked.place)
+    repo = parse_repo(question.address)
     scheme = nvfp4_scheme(config)
     if recipe is not None:
         scheme = (recipe.layout, recipe.activations) if recipe.target == "nvfp4" else (None, None)
-    place = asked.place if repo is None else repo.repo
-    context = asked.context
+    model_path = question.address if repo is None else repo.repo
+    context = question.context
     longest = max_positions(config)
     if context is None and longest is not None and fit.longest < longest:
         context = fit.longest
     deployment = Deployment(
-        model=place if recipe is None else "DEST",
+        model=model_path if recipe is None else "DEST",
         layout=scheme[0],
         activations=scheme[1],
         family=model.family.card,
         parallelism=fit.layout,
         gpu=fit.gpu,
         context=context,
-        kv_cache=asked.kv,
-        utilization=None if asked.settings.utilization == UTILIZATION else asked.settings.utilization,
+        kv_cache=question.kv,
+        utilization=None if question.settings.utilization == UTILIZATION else question.settings.utilization,
         revision=None if recipe is not None or repo is None else repo.revision,
         has_fp8=has_fp8(config) if recipe is None else recipe_has_fp8(recipe),
     )
@@ -224,11 +228,11 @@ def fit_document(fit: Fit) -> dict[str, Any]:
     }
 
 
-def show_holders(asked: Question, fits: Sequence[Fit]) -> None:
+def show_holders(question: Question, fits: Sequence[Fit]) -> None:
     """Print the GPUs that hold a model, the smallest first."""
-    model = asked.model
-    settings = asked.settings
-    _show_model(asked.place, model)
+    model = question.model
+    settings = question.settings
+    _show_model(question.address, model)
     wanted = f"{counted(settings.requests, 'request')} of {settings.context:,} tokens, KV cache in {settings.kv}"
     if not fits:
         print_line(f"no known GPUs hold it with {wanted}")
@@ -300,8 +304,8 @@ def show_ways_out(pruned: Sequence[Fit], gpus: int | None, fit: Fit, *, whole: M
     for way in pruned:
         context = way.settings.context
         slots = f"{counted(way.slots_of(context), 'request')} of {context:,} tokens"
-        kept = f"{way.model.shape.num_experts:,} of {whole.shape.num_experts:,} experts per layer"
-        print_line(f"fits with {kept}: {way.tokens:,} tokens of KV cache, {slots}")
+        experts = f"{way.model.shape.num_experts:,} of {whole.shape.num_experts:,} experts per layer"
+        print_line(f"fits with {experts}: {way.tokens:,} tokens of KV cache, {slots}")
     if not pruned:
         gpus_named = f"{fit.layout.num_gpus} x {fit.gpu.title} as {fit.layout}"
         print_line(f"not even half of the experts fit on {gpus_named}, and keeping fewer is not proposed")

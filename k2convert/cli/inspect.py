@@ -46,40 +46,44 @@ def status(
     show_status_of(destination)
 
 
-def _show_inspection(found: "Inspection") -> None:
+def _show_inspection(inspection: "Inspection") -> None:
     from k2convert.cli.console import print_line, print_table
 
-    layers = found.layers
-    print_line(f"{found.folder}: {found.family} ({', '.join(found.architectures)}, model_type {found.model_type})")
+    layers = inspection.layers
     print_line(
-        f"{layers['total']} layers ({layers['dense']} dense, {layers['moe']} MoE), {found.experts_per_layer} experts "
-        f"per MoE layer, hidden {found.hidden_size}, expert width {found.moe_intermediate_size}"
+        f"{inspection.folder}: {inspection.family} ({', '.join(inspection.architectures)}, "
+        f"model_type {inspection.model_type})"
     )
-    if (conversion := found.conversion) is not None:
+    print_line(
+        f"{layers['total']} layers ({layers['dense']} dense, {layers['moe']} MoE), {inspection.experts_per_layer} "
+        f"experts per MoE layer, hidden {inspection.hidden_size}, expert width {inspection.moe_intermediate_size}"
+    )
+    if (conversion := inspection.conversion) is not None:
         print_line(_conversion_line(conversion))
     counts = {
-        "INT4": found.int4_projections,
-        "MXFP4": found.mxfp4_projections,
-        "NVFP4": found.nvfp4_projections,
+        "INT4": inspection.int4_projections,
+        "MXFP4": inspection.mxfp4_projections,
+        "NVFP4": inspection.nvfp4_projections,
     }
     projections = " and ".join(f"{count:,} {form}" for form, count in counts.items() if count) or "no 4-bit"
     print_line(
-        f"{counted(found.num_shards, 'shard')}, {counted(found.num_tensors, 'tensor')}, {found.tensor_bytes:,} bytes "
-        f"({format_bytes(found.tensor_bytes)}), {projections} projections"
+        f"{counted(inspection.num_shards, 'shard')}, {counted(inspection.num_tensors, 'tensor')}, "
+        f"{inspection.tensor_bytes:,} bytes ({format_bytes(inspection.tensor_bytes)}), {projections} projections"
     )
-    quantization = found.quantization or {}
+    quantization = inspection.quantization or {}
     rest = ", ".join(f"{key} {value}" for key, value in quantization.items() if key != "where")
     print_line(
         f"quantization_config in {quantization['where']}: {rest}" if quantization else "quantization_config: none"
     )
     rows = [
-        (h.role, h.form, f"{h.num_tensors:,}", f"{h.num_weights:,}", format_bytes(h.num_bytes)) for h in found.holdings
+        (h.role, h.form, f"{h.num_tensors:,}", f"{h.num_weights:,}", format_bytes(h.num_bytes))
+        for h in inspection.holdings
     ]
     print_table("contents", ("role", "form", "tensors", "weights", "bytes"), rows)
-    for oddity in found.oddities:
+    for oddity in inspection.oddities:
         print_line(f"note: {oddity}")
-    if found.recipe is not None:
-        print_line(f"recipe by default: {found.recipe}")
+    if inspection.recipe is not None:
+        print_line(f"recipe by default: {inspection.recipe}")
 
 
 def _conversion_line(conversion: Mapping[str, Any]) -> str:

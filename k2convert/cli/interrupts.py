@@ -155,8 +155,8 @@ def _sentence() -> str:
         following = visible(_command.resumed_by)
     except Exception:  # the work folder is gone, or the command has not begun
         return "interrupted.\n"
-    said = f"interrupted: {state}\n" if state else "interrupted.\n"
-    return said + (f"next: {following}\n" if following else "")
+    sentence = f"interrupted: {state}\n" if state else "interrupted.\n"
+    return sentence + (f"next: {following}\n" if following else "")
 
 
 def _write(text: str) -> None:

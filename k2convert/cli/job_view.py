@@ -48,7 +48,7 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.command import JobCommand
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
-from k2convert.records.ledger import TOTAL, below_budget, check_budget, doubts, metrics_document, shown_totals
+from k2convert.records.ledger import TOTAL, below_budget, check_budget, metrics_document, shown_totals, source_warnings
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import CalibrationPlan
@@ -194,9 +194,9 @@ def convert_part(job: Job, part: Part, own: JobCommand) -> None:
 
 def show_published_before(job: Job, target: "Target") -> None:
     """Delete what a run left on the Hub that was killed after its last commit, and name the commit."""
-    from k2convert.job.publish import settle_published
+    from k2convert.job.publish import clean_up_published
 
-    settle_published(job, target)
+    clean_up_published(job, target)
     console.print_note(f"{target.repo}: {target.revision} already holds this result")
     console.show({"repo": target.repo, "commit": target.head, "published_before": True})
 
@@ -236,11 +236,11 @@ def _num_recorded(job: Job, items: Sequence[Item]) -> int:
 def _how_far(job: Job, display: Display) -> str:
     if not Journal(job.destination.folder).is_begun():
         return _NOT_BEGUN
-    what = f"{_num_recorded(job, job.items)} of {len(job.plan.jobs)} shards are converted"
+    state = f"{_num_recorded(job, job.items)} of {len(job.plan.jobs)} shards are converted"
     if job.gptq is not None and "calibrate" in display.meters:
         layer_pass = job.gptq.layer_pass
-        what += f", {layer_pass.work.num_finished()} of {layer_pass.num_layers} layers are calibrated"
-    return f"{what}. The same command resumes"
+        state += f", {layer_pass.work.num_finished()} of {layer_pass.num_layers} layers are calibrated"
+    return f"{state}. The same command resumes"
 
 
 def _start_pass(job: Job, plan: "CalibrationPlan", source: str) -> None:
@@ -263,7 +263,7 @@ def _show_outcome(job: Job, outcome: Outcome, source: str, *, seconds: float) ->
         seconds=round(seconds, 3),
         tensor_bytes_out=job.plan.data_bytes,
         totals={role: metrics_document(metrics) for role, metrics in totals.items()},
-        warnings=doubts(outcome.records.values()),
+        warnings=source_warnings(outcome.records.values()),
         below_budget={"tensor_sqnr_db": recipe.budget.tensor_sqnr_db, "tensors": missed} if missed else None,
         repo=job.destination.repo,
         commit=outcome.commit,

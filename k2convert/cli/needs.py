@@ -30,10 +30,10 @@ class Needs:
     memory: int
     gpu_memory: int
 
-    def check(self, place: str) -> None:
+    def check(self, address: str) -> None:
         """Refuse what this machine has no memory for; raises PlanError."""
-        check_memory(place, needed=self.memory, available=available_memory() + peak_bytes())
-        check_memory(place, needed=self.gpu_memory, available=gpu_memory(self.devices)[0], of_gpu=True)
+        check_memory(address, needed=self.memory, available=available_memory() + peak_bytes())
+        check_memory(address, needed=self.gpu_memory, available=gpu_memory(self.devices)[0], of_gpu=True)
 
     def lines(self) -> list[str]:
         """Return the memory that is needed and the memory that is there, in lines."""
@@ -166,19 +166,19 @@ def _expert_tokens_line(plan: CalibrationPlan, layers: Mapping[int, Sequence[int
     return f"{line}. It needs {TOKENS_PER_INPUT * inputs:,}: use {' and '.join(ways)}"
 
 
-def show_outputs(found: CalibrationRecord, plan: CalibrationPlan | None) -> None:
+def show_outputs(record: CalibrationRecord, plan: CalibrationPlan | None) -> None:
     """Print the error of outputs and, with the `plan` of its layer pass, how many tokens the experts got."""
-    line = f"outputs of the layers: {found.measured_on}"
-    if layers := found.held_out:
+    line = f"outputs of the layers: {record.measured_on}"
+    if layers := record.held_out:
         number, worst = max(layers.items(), key=lambda item: item[1].gptq_error)
         line = (
-            f"outputs of the layers, {found.measured_on}: squared error at most {worst.gptq_error:.5f} of "
+            f"outputs of the layers, {record.measured_on}: squared error at most {worst.gptq_error:.5f} of "
             f"the INT4 model's (layer {number}; {worst.mse_error:.5f} with that layer by rule mse)"
         )
     console.print_line(line)
     console.print_line("rule gptq preserves outputs, so its weight error is usually larger than that of rule mse")
     if plan is not None:
-        tokens = {number: layer.tokens for number, layer in found.layers.items()}
+        tokens = {number: layer.tokens for number, layer in record.layers.items()}
         console.print_line(_expert_tokens_line(plan, tokens))
-    if found.warning is not None:
-        console.print_note(f"warning: {found.warning}")
+    if record.warning is not None:
+        console.print_note(f"warning: {record.warning}")

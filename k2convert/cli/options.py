@@ -119,10 +119,10 @@ def _at_home(value: Any) -> Any:
 
 def _callback(check: Callable[[str], None] | None) -> Callable[[Any], Any]:
     def checked(value: Any) -> Any:
-        given = [_at_home(one) for one in cast(list[object], value if isinstance(value, list) else [value])]
-        for one in given:
-            if one is not None and check is not None:
-                check(str(one))
+        given = [_at_home(entry) for entry in cast(list[object], value if isinstance(value, list) else [value])]
+        for entry in given:
+            if entry is not None and check is not None:
+                check(str(entry))
         if isinstance(value, list):
             return given
         return given[0]

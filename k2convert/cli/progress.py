@@ -386,14 +386,14 @@ class Display(Events):
 
     def _tick(self) -> None:
         """Print plain lines when they are due, and keep the summary for `status`, also while nothing is reported."""
-        kept = time.monotonic()
+        kept_at = time.monotonic()
         while not self._ended.wait(_TICK_SECONDS):
             if not self._is_quiet and self._live is None and self.seconds >= self._due():
                 self._printed_at = self.seconds
                 self._printed = self.line()
                 console.print_event(self._printed)
-            if time.monotonic() - kept >= KEEP_SECONDS:
-                kept = time.monotonic()
+            if time.monotonic() - kept_at >= KEEP_SECONDS:
+                kept_at = time.monotonic()
                 self.keep()
 
     def _due(self) -> float:

@@ -60,5 +60,5 @@ def prune(
     if dry_run:
         console.print_next(console.command("k2convert", "prune", source, destination, "--keep", keep))
         return
-    place = destination.resolve() if destination.name in ("", "..") else destination
-    console.print_next(console.command("k2convert", "run", destination, f"{place}-NVFP4"))
+    prefix = destination.resolve() if destination.name in ("", "..") else destination
+    console.print_next(console.command("k2convert", "run", destination, f"{prefix}-NVFP4"))

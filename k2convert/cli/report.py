@@ -37,12 +37,12 @@ def report(
         folder = opened.folder
         is_remote = opened.shards.result is not None
         read_finished(folder)  # raises if there is nothing to report on
-        place = None if out is None else Path(out)
-        if place is None and is_remote:
-            place = Path()
+        out_folder = None if out is None else Path(out)
+        if out_folder is None and is_remote:
+            out_folder = Path()
         validation = _validate(opened, source)
         tensors = None if validation is None else _tensors(opened)
-        files = write_report(folder=folder, out=place, validation=validation, tensors=tensors)
+        files = write_report(folder=folder, out=out_folder, validation=validation, tensors=tensors)
     figures = figures_document(files.report)
     paths = {"html": str(files.page), "markdown": str(files.markdown), "picture": str(files.picture)}
     notes = [partial(console.print_note, sentence) for sentence in figures["missing"]]
@@ -54,7 +54,7 @@ def report(
         advice = "Do not publish or serve this result. "
         if opened.is_gone and validation.is_of_source:
             advice = ""
-        advice = f"{advice}{opened.doubt}".rstrip(" .")
+        advice = f"{advice}{opened.warning}".rstrip(" .")
         console.print_note(f"the report is written, but {which}. {advice}; see {files.page}")
     elif is_remote:
         return

@@ -79,11 +79,11 @@ class JobStatus:
     published_is_current: bool | None  # whether what was published is what the folder has now
 
 
-def show_status_of(place: str) -> None:
+def show_status_of(address: str) -> None:
     """Show how far the work in a folder is, or the contents of a repository or a file."""
-    path = Path(place)
-    if place.startswith(SCHEME):
-        show_repository(place)
+    path = Path(address)
+    if address.startswith(SCHEME):
+        show_repository(address)
     elif path.is_file():
         _show_finished_evaluation(path)
     elif path.exists() and not path.is_dir():
@@ -111,13 +111,13 @@ def _show_finished_evaluation(path: Path) -> None:
 
 def _find_evaluation(path: Path) -> EvaluationStatus | None:
     """Return the unfinished evaluation for a file, which is named with or without the suffix of its work folder."""
-    for place in (path, path.with_name(path.name.removesuffix(WORK_SUFFIX)) if path.name else path):
-        if (status := _evaluation_status(place, evaluation_works(place)[0])) is not None:
+    for file in (path, path.with_name(path.name.removesuffix(WORK_SUFFIX)) if path.name else path):
+        if (status := _evaluation_status(file, evaluation_works(file)[0])) is not None:
             return status
     return None
 
 
-def _evaluation_status(place: Path, work: WorkFolder) -> EvaluationStatus | None:
+def _evaluation_status(destination: Path, work: WorkFolder) -> EvaluationStatus | None:
     begun = work.job()
     if begun is None:
         return None
@@ -129,7 +129,7 @@ def _evaluation_status(place: Path, work: WorkFolder) -> EvaluationStatus | None
     is_resumable = begun.version == IDENTITY_VERSION
     command = _line(read_command(work.folder))
     return EvaluationStatus(
-        destination=str(place),
+        destination=str(destination),
         running=is_running,
         layers=layers,
         tokens=tokens,
@@ -211,8 +211,8 @@ def _show_copy(folder: Path) -> None:
     word = _word(running=is_running, complete=is_complete)
     console.show(document, f"{folder}: pruned copy {word}: {counted(len(shards), 'shard')}, {format_bytes(num_bytes)}")
     if is_complete:
-        place = folder.resolve() if folder.name in ("", "..") else folder
-        console.print_next(console.command("k2convert", "run", folder, f"{place}-NVFP4"))
+        prefix = folder.resolve() if folder.name in ("", "..") else folder
+        console.print_next(console.command("k2convert", "run", folder, f"{prefix}-NVFP4"))
     elif not is_running:
         _show_resume(command, "prune", is_resumable=True)
 
@@ -289,11 +289,11 @@ def _other_contents(folder: Path) -> str:
             f"If it is a copy: `cp -r FOLDER/*` leaves {WORK_FOLDER} out, and `cp -a FOLDER/. {folder}` does not."
         )
     try:
-        found = inspect_checkpoint(open_checkpoint(folder), shown_as=str(folder))
+        inspection = inspect_checkpoint(open_checkpoint(folder), shown_as=str(folder))
     except (K2ConvertError, OSError):
         return ""
     command = console.command("k2convert", "run", folder, "DEST")
-    forms = {"INT4": found.int4_projections, "MXFP4": found.mxfp4_projections}
+    forms = {"INT4": inspection.int4_projections, "MXFP4": inspection.mxfp4_projections}
     form = next((form for form, count in forms.items() if count), None)
     if form:
         return f"{folder}: is an {form} source, not a result. `{command}` converts it."
@@ -382,17 +382,17 @@ def show_repository(text: str) -> None:
 
 def _show_published(folder: Path, *, is_complete: bool) -> bool:
     """Say where the result of a folder went; return whether the state's next step was said too."""
-    found = find_published(folder)
+    published = find_published(folder)
     left = has_left(folder)
-    if found is not None:
-        is_behind = not is_current(folder, found)
-        console.print_line(f"published as {found}{', and the folder has changed since' if is_behind else ''}")
+    if published is not None:
+        is_behind = not is_current(folder, published)
+        console.print_line(f"published as {published}{', and the folder has changed since' if is_behind else ''}")
         if is_behind and is_complete and not left:
-            console.print_next(console.command("k2convert", "publish", folder, "--repo", found.repo))
+            console.print_next(console.command("k2convert", "publish", folder, "--repo", published.repo))
             return True
         if left:
-            place = f"{SCHEME}{found.repo}"
-            console.print_next(console.command("k2convert", "validate", place, *_source_words(folder)))
+            address = f"{SCHEME}{published.repo}"
+            console.print_next(console.command("k2convert", "validate", address, *_source_words(folder)))
     elif left:
         console.print_note("uploaded, but not known to be on main: the same `k2convert run` command finishes the job")
         if (command := _line(read_command(folder))) is not None:

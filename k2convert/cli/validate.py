@@ -66,7 +66,7 @@ def validate(
 
     console.set_output(json=json, quiet=quiet)
     say_when_interrupted(lambda: NOTHING_KEPT, resumes=False)
-    uses_hub = any(place.startswith(SCHEME) for place in (destination, source or ""))
+    uses_hub = any(address.startswith(SCHEME) for address in (destination, source or ""))
     refuse_contradictions(
         (layers and not source, "--layers needs --source"),
         (text and layers is None, "--text gives --layers hidden states: pass --layers"),
@@ -142,11 +142,13 @@ def failed_validation(opened: "OpenResult", command: "JobCommand | None", *, is_
         from k2convert.cli import console
 
         alone = console.command("k2convert", "validate", result)
-        return CheckpointError(f"{result}: differs from the source. {opened.doubt} `{alone}` checks the result alone.")
+        return CheckpointError(
+            f"{result}: differs from the source. {opened.warning} `{alone}` checks the result alone."
+        )
     problem = f"{result}: validation failed, see above. Do not publish or serve it."
     if command is not None:
         problem += f" `{command.verifying().line(here=str(Path.cwd()))}` converts missing and changed shards again."
         problem += " If a rule names a fault of the source, mend it first."
     elif not result.startswith(SCHEME):
         problem += " If it is a copy, copy it again. Otherwise run its conversion again."
-    return InvalidCheckpointError(f"{problem} {opened.doubt}".rstrip())
+    return InvalidCheckpointError(f"{problem} {opened.warning}".rstrip())

@@ -68,9 +68,9 @@ def _show_weights(weights: WeightsReport) -> None:
     if not totals:
         print_line(f"{title}: no weight could be measured")
         return
-    found = [*shown_totals(totals).items(), *(("worst", error) for _, error in weights.worst(1))]
+    errors = [*shown_totals(totals).items(), *(("worst", error) for _, error in weights.worst(1))]
     columns = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero weights changed")
-    rows = [_error_row(label, error) for label, error in found]
+    rows = [_error_row(label, error) for label, error in errors]
     shown = [i for i, name in enumerate(columns) if not name or any(row[i] for row in rows)]  # no steps without INT4
     print_table(title, [columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
     for module, _ in weights.worst(1):
@@ -102,7 +102,7 @@ def _show_certificate(certificate: CertificateReport) -> None:
 
 def _show_layers(report: LayersReport) -> None:
     """Show every layer's rows, the result's own first."""
-    found = {error.variant for layer in report.layers for error in layer.errors}
+    variants = {error.variant for layer in report.layers for error in layer.errors}
     rows = [
         (
             str(layer.layer),
@@ -112,7 +112,7 @@ def _show_layers(report: LayersReport) -> None:
             f"{error.worst_expert} ({format_decibels(error.worst_expert_sqnr_db)})",
         )
         for layer in report.layers
-        for variant, label in labels(found).items()
+        for variant, label in labels(variants).items()
         if (error := layer.error(Variant(variant))) is not None
     ]
     title = f"reference layers, error of the MoE block against the source in FP32 ({report.hidden_states})"

@@ -71,8 +71,8 @@ def check_layout(layout: Parallelism, shape: ModelShape) -> None:
         if not choices:
             sizes = range(1, _MOST_GPUS + 1) if layout.data_attention else _tensor_sizes(shape)
             nearest = _nearest("tp", layout.tensor, [n for n in sizes if _expert_sizes(n, shape)])
-        asked = f"--ep {layout.expert}" if layout.expert > 1 else f"--tp {layout.tensor} without --ep"
-        raise FitError(f"{asked}: {reason}. Nearest: {nearest}.")
+        requested = f"--ep {layout.expert}" if layout.expert > 1 else f"--tp {layout.tensor} without --ep"
+        raise FitError(f"{requested}: {reason}. Nearest: {nearest}.")
     _check("pp", layout.pipeline, range(1, shape.num_layers + 1), f"stages hold whole layers of {shape.num_layers}")
 
 

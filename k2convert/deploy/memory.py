@@ -223,7 +223,7 @@ def find_holders(model: Model, *, settings: Settings, gpus: Iterable[Gpu] = GPUS
 
     The smallest memory is first.
     """
-    found: list[Fit] = []
+    fits: list[Fit] = []
     for gpu in gpus:
         is_held = False
         for count in range(1, MOST_GPUS + 1):
@@ -232,8 +232,8 @@ def find_holders(model: Model, *, settings: Settings, gpus: Iterable[Gpu] = GPUS
             fit = find_fit(model, gpu, count, settings=settings)
             if fit is not None:
                 is_held = True
-                found.append(fit)
-    return sorted(found, key=lambda fit: (fit.memory_bytes, fit.gpu.name))
+                fits.append(fit)
+    return sorted(fits, key=lambda fit: (fit.memory_bytes, fit.gpu.name))
 
 
 def find_fit(model: Model, gpu: Gpu, count: int, *, settings: Settings) -> Fit | None:
@@ -265,9 +265,9 @@ def most_experts(whole: Model, fit: Fit, settings: Settings) -> Fit | None:
             check_layout(fit.layout, pruned.shape)
         except FitError:  # expert parallelism and routing groups divide experts evenly
             continue
-        found = fit_layout(pruned, fit.gpu, fit.layout, settings)
-        if found.holds:
-            return found
+        pruned_fit = fit_layout(pruned, fit.gpu, fit.layout, settings)
+        if pruned_fit.holds:
+            return pruned_fit
     return None
 
 
@@ -285,7 +285,7 @@ def ways_out(whole: Model, fit: Fit) -> tuple[list[Fit], int | None]:
         most = most_experts(whole, fit, settings)
         if most is not None and 2 * most.model.shape.num_experts >= whole.shape.num_experts:
             pruned[most.model.shape.num_experts] = most
-    counts = [found.layout.num_gpus for found in find_holders(whole, settings=fit.settings, gpus=(fit.gpu,))]
+    counts = [holder.layout.num_gpus for holder in find_holders(whole, settings=fit.settings, gpus=(fit.gpu,))]
     larger = min((count for count in counts if count > fit.layout.num_gpus), default=None)
     return list(pruned.values()), larger
 

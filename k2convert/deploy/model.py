@@ -35,7 +35,7 @@ from k2convert.models.config import (
 )
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, Family, Role
 from k2convert.plan.plan import OutputTensor, check_family, converted_roles, projection_tensors
-from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
+from k2convert.plan.recipe import Recipe, load_recipe, resolve_recipe
 from k2convert.quantize.rules import RULES
 
 
@@ -260,7 +260,7 @@ def read_model(checkpoint: Checkpoint, *, recipe: str | None = None) -> Model:
         text_comes_later = (
             RULES[chosen.rule].needs_text or bool(chosen.smoothing) or "calibration" in chosen.model_fields_set
         )
-        chosen = settle_recipe(chosen, has_text=text_comes_later)
+        chosen = resolve_recipe(chosen, has_text=text_comes_later)
         check_family(chosen, family, where=where)
     return read_result(tensors.values(), family=family, config=checkpoint.config, where=where, recipe=chosen)
 

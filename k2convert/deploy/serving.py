@@ -140,9 +140,9 @@ def result_deployment(
     config: Mapping[str, Any], kv_cache: ServedKvCache | None, *, family: str, model: str, revision: str | None = None
 ) -> Deployment:
     """Return how to serve a result that is at `model`, with as much tensor parallelism as is usual for its experts."""
-    found = find_family(family)
-    facts = found.card
-    layout = usual_parallelism(config, found)
+    model_family = find_family(family)
+    facts = model_family.card
+    layout = usual_parallelism(config, model_family)
     scheme = nvfp4_scheme(config)
     is_mixed = has_fp8(config)
     return Deployment(model, *scheme, facts, layout, kv_cache=kv_cache, revision=revision, has_fp8=is_mixed)

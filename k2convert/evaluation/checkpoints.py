@@ -36,16 +36,16 @@ _NOT_COMPUTED: Final = (Role.VISION_TOWER, Role.MM_PROJECTOR)
 
 def _stat(path: Path) -> str:
     with reading(path):
-        found = path.stat()
-    return f"{found.st_size} bytes, modified {found.st_mtime_ns}, changed {found.st_ctime_ns}"
+        status = path.stat()
+    return f"{status.st_size} bytes, modified {status.st_mtime_ns}, changed {status.st_ctime_ns}"
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedCheckpoint:
-    """A checkpoint, its `name` in the document, its `place` as the user wrote it, and its ledger if it has one."""
+    """A checkpoint, its `name` in the document, its `address` as the user wrote it, and its ledger if it has one."""
 
     name: str
-    place: str
+    address: str
     source: Source
     ledger: Ledger | None
 
@@ -81,66 +81,73 @@ def head_names(checkpoint: Checkpoint) -> tuple[str, ...]:
     return (f"{family.prefix}norm.{WEIGHT}", head, *(name for name in mixture if name in checkpoint.tensors))
 
 
-def modes_of(checkpoint: Checkpoint, asked: AskedActivations | None) -> tuple[Activations | None, ...]:
+def modes_of(checkpoint: Checkpoint, requested: AskedActivations | None) -> tuple[Activations | None, ...]:
     """Return how the activations of a checkpoint's NVFP4 weights are computed; (None,) if it has no such weights."""
     parameters = {name.rpartition(".")[2] for name in checkpoint.tensors}
     if not any(names.global_scale in parameters for names in LAYOUTS.values()):
         return (None,)
-    if asked == "both":
+    if requested == "both":
         return "w4a16", "w4a4"
     has_scales = any(names.input_scale in parameters for names in LAYOUTS.values())
-    return (asked or nvfp4_scheme(checkpoint.config)[1] or ("w4a4" if has_scales else "w4a16"),)
+    return (requested or nvfp4_scheme(checkpoint.config)[1] or ("w4a4" if has_scales else "w4a16"),)
 
 
-def check_comparable(found: EvaluatedCheckpoint, reference: EvaluatedCheckpoint) -> None:
+def check_comparable(evaluated: EvaluatedCheckpoint, reference: EvaluatedCheckpoint) -> None:
     """Refuse a checkpoint of another model than the reference, and the source of the reference (CheckpointError)."""
-    headers = {shard: header.digest for shard, header in found.checkpoint.headers.items()}
+    headers = {shard: header.digest for shard, header in evaluated.checkpoint.headers.items()}
     if reference.ledger is not None and reference.ledger.source.headers == headers:
         raise CheckpointError(
-            f"{found.place}: is the source of {reference.place}, so it is the reference. Pass it first, and then the "
-            "result."
+            f"{evaluated.address}: is the source of {reference.address}, so it is the reference. Pass it first, and "
+            "then the result."
         )
-    pairs = [(read_architecture(one.checkpoint), vocabulary_size(one.checkpoint)) for one in (found, reference)]
+    pairs = [
+        (read_architecture(compared.checkpoint), vocabulary_size(compared.checkpoint))
+        for compared in (evaluated, reference)
+    ]
     (ours, tokens), (theirs, their_tokens) = pairs
-    for what, one, other in (
+    for unit, count, expected in (
         ("layers", ours.num_layers, theirs.num_layers),
         ("channels (hidden_size)", ours.hidden_size, theirs.hidden_size),
         ("tokens in its vocabulary", tokens, their_tokens),
         ("layers per block of attention residuals", ours.residual_block, theirs.residual_block),
     ):
-        if one != other:
+        if count != expected:
             raise CheckpointError(
-                f"{found.place}: has {one:,} {what}, but the reference {reference.place} has {other:,}. These are "
-                "different models: name checkpoints of one model."
+                f"{evaluated.address}: has {count:,} {unit}, but the reference {reference.address} has {expected:,}. "
+                "These are different models: name checkpoints of one model."
             )
     for name in (TOKENIZER_NAME, TIKTOKEN_NAME):
-        files = [one.checkpoint.folder / name for one in (found, reference)]
+        files = [compared.checkpoint.folder / name for compared in (evaluated, reference)]
         if all(path.is_file() for path in files) and file_digest(files[0]) != file_digest(files[1]):
             raise CheckpointError(
-                f"{found.place}: {name} is not that of the reference {reference.place}. If it is the same tokenizer, "
-                "replace the file by the reference's; else these are different models."
+                f"{evaluated.address}: {name} is not that of the reference {reference.address}. If it is the same "
+                "tokenizer, replace the file by the reference's; else these are different models."
             )
 
 
-def check_computable(found: EvaluatedCheckpoint) -> None:
+def check_computable(evaluated: EvaluatedCheckpoint) -> None:
     """Refuse a checkpoint with a part in a form that cannot be computed, or other tensors than config.json describes.
 
     Raises CheckpointError, PlanError.
     """
-    checkpoint = found.checkpoint
+    checkpoint = evaluated.checkpoint
     family = detect_family(checkpoint)
     architecture = read_architecture(checkpoint)
     is_source = False
     for name, tensor in checkpoint.tensors.items():
         module, _, parameter = name.rpartition(".")
-        place = family.classify(module)
-        if place is None or place.role in _NOT_COMPUTED or (place.layer or 0) >= architecture.num_layers:
+        module_place = family.classify(module)
+        if (
+            module_place is None
+            or module_place.role in _NOT_COMPUTED
+            or (module_place.layer or 0) >= architecture.num_layers
+        ):
             continue
-        if _is_fp8(checkpoint, family, place.role, module):
+        if _is_fp8(checkpoint, family, module_place.role, module):
             continue
-        if place.role not in CONVERTIBLE_ROLES:
+        if module_place.role not in CONVERTIBLE_ROLES:
             if tensor.dtype not in _NUMBERS:
-                raise _quantized(found, tensor, "Only FP8 as k2convert writes it can be computed here.")
+                raise _quantized(evaluated, tensor, "Only FP8 as k2convert writes it can be computed here.")
         elif parameter in (WEIGHT, WEIGHT_PACKED):
             known = _NUMBERS
             if any(f"{module}.{names.global_scale}" in checkpoint.tensors for names in LAYOUTS.values()):
@@ -149,9 +156,9 @@ def check_computable(found: EvaluatedCheckpoint) -> None:
                 known = (family.source_format.packed_dtype,)
                 is_source = True
             if tensor.dtype not in known or len(tensor.shape) != 2:
-                raise _quantized(found, tensor, _COMPUTED)
+                raise _quantized(evaluated, tensor, _COMPUTED)
     if is_source:
-        check_source_config(checkpoint.config, family=family, where=found.place)
+        check_source_config(checkpoint.config, family=family, where=evaluated.address)
     check_model(checkpoint, parse_tensor_names(checkpoint, family=family), architecture, family)
 
 
@@ -167,18 +174,18 @@ def _is_fp8(checkpoint: Checkpoint, family: Family, role: Role, module: str) -> 
     return (scale.dtype, scale.shape) == expected[1][1:3]
 
 
-def _quantized(found: EvaluatedCheckpoint, tensor: TensorInfo, remedy: str) -> CheckpointError:
-    return CheckpointError(f"{found.place}: {tensor.name} is {tensor.dtype} {list(tensor.shape)}. {remedy}")
+def _quantized(evaluated: EvaluatedCheckpoint, tensor: TensorInfo, remedy: str) -> CheckpointError:
+    return CheckpointError(f"{evaluated.address}: {tensor.name} is {tensor.dtype} {list(tensor.shape)}. {remedy}")
 
 
 def check_text(texts: Sequence[tuple[str, str]], checkpoints: Sequence[EvaluatedCheckpoint]) -> None:
     """Refuse texts that a checkpoint was calibrated on, by the digests in its ledger (CalibrationError)."""
-    for found in checkpoints:
-        record = None if found.ledger is None else found.ledger.calibration
+    for evaluated in checkpoints:
+        record = None if evaluated.ledger is None else evaluated.ledger.calibration
         used = {digest for _, digest in record.texts} if record is not None else set[str]()
         for name, digest in texts:
             if digest in used:
                 raise CalibrationError(
-                    f"{name}: {found.place} was calibrated on this text, so it would look better than it is. Use a "
-                    "different text."
+                    f"{name}: {evaluated.address} was calibrated on this text, so it would look better than it is. Use "
+                    "a different text."
                 )

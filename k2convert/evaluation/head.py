@@ -101,8 +101,8 @@ class _Sums:
         self.target[tokens] += part.target
         values = torch.cat([self.top[tokens], part.top], 1)
         ids = torch.cat([self.top_ids[tokens], part.top_ids], 1)
-        self.top[tokens], places = values.topk(TOP, dim=1)
-        self.top_ids[tokens] = ids.gather(1, places)
+        self.top[tokens], indices = values.topk(TOP, dim=1)
+        self.top_ids[tokens] = ids.gather(1, indices)
         return before, after
 
     def log_total(self) -> Tensor:
@@ -120,25 +120,25 @@ def _compute(
     logits = [rows.linear(own[tokens]) for own, rows in zip(states, matrices, strict=True)]
     targets = targets[tokens] - first
     is_here = (targets >= 0) & (targets < logits[0].shape[1])
-    places = torch.where(is_here, targets, 0)[:, None]
+    columns = torch.where(is_here, targets, 0)[:, None]
     of_reference = torch.empty(0)
-    found = list[_Sums]()
+    sums = list[_Sums]()
     for own in logits:
         peak = own.amax(dim=1)
         weights = (own - peak[:, None]).exp()
-        of_reference = of_reference if found else weights
+        of_reference = of_reference if sums else weights
         top, ids = own.topk(min(TOP, own.shape[1]), dim=1)
-        found.append(
+        sums.append(
             _Sums(
                 peak=peak.double(),
                 total=weights.sum(dim=1, dtype=torch.float64),
                 cross=(of_reference * (logits[0] - own)).sum(dim=1, dtype=torch.float64),
-                target=torch.where(is_here, own.gather(1, places)[:, 0], 0.0).double(),
+                target=torch.where(is_here, own.gather(1, columns)[:, 0], 0.0).double(),
                 top=top,
                 top_ids=ids + first,
             )
         )
-    return tokens, found
+    return tokens, sums
 
 
 @torch.no_grad()
@@ -165,10 +165,10 @@ def score_tokens(
     pieces = _pieces(heads, models, states, targets, devices)
     with run_in_order(lambda piece: piece(), pieces, workers=workers) as results:
         for tokens, parts in results:
-            found = [part.to(home) for part in parts]
-            factors = [own.add(tokens, part) for own, part in zip(sums, found, strict=True)]
+            moved = [part.to(home) for part in parts]
+            factors = [own.add(tokens, part) for own, part in zip(sums, moved, strict=True)]
             before, after = factors[0]
-            for own, part in zip(sums, found, strict=True):
+            for own, part in zip(sums, moved, strict=True):
                 own.cross[tokens] = own.cross[tokens] * before + part.cross * after
     reference = sums[0]
     likeliest = reference.top_ids[:, :1]
@@ -194,5 +194,5 @@ def _pieces(
         read = [head.rows(first, min(first + TILE_ROWS, vocabulary)) for head in heads]
         moved = [[rows.to(device) for rows in read] for device in used]
         for number, part in enumerate(tokens):
-            place = number % len(used)
-            yield partial(_compute, part, *held[place], first, [moved[place][checkpoint] for checkpoint in models])
+            index = number % len(used)
+            yield partial(_compute, part, *held[index], first, [moved[index][checkpoint] for checkpoint in models])

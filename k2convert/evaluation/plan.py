@@ -130,11 +130,16 @@ class EvaluationPlan:
         text = self.layer_pass.text.windows.described()
         for output in self.outputs:
             check_replaced(output, text, self.models_of(output))
-            if is_computed(output.path, self.identity(output)) and (found := find_evaluation(output.path)) is not None:
-                text = found.text
-                rows += found.rows
+            if (
+                is_computed(output.path, self.identity(output))
+                and (evaluation := find_evaluation(output.path)) is not None
+            ):
+                text = evaluation.text
+                rows += evaluation.rows
         models = self.models[1:]
-        if [(row.model.weights, row.model.config) for row in rows] != [(one.weights, one.config) for one in models]:
+        if [(row.model.weights, row.model.config) for row in rows] != [
+            (model.weights, model.config) for model in models
+        ]:
             return None
         named = tuple(replace(row, model=model) for row, model in zip(rows, self.models[1:], strict=True))
         return Evaluation(
@@ -149,12 +154,12 @@ class EvaluationPlan:
 
     def check_unchanged(self) -> None:
         """Refuse to write the figures of files that changed while they were computed (ResumeError)."""
-        for one, inputs in zip(self.checkpoints, self.inputs, strict=True):
-            now = one.inputs()
+        for checkpoint, inputs in zip(self.checkpoints, self.inputs, strict=True):
+            now = checkpoint.inputs()
             changed = sorted(name for name in {*now, *inputs} if now.get(name) != inputs.get(name))
             if changed:
                 raise ResumeError(
-                    f"{one.place}: {changed[0]} changed while the evaluation ran. Delete "
+                    f"{checkpoint.address}: {changed[0]} changed while the evaluation ran. Delete "
                     f"{self.layer_pass.work.folder} and run the same command again."
                 )
 
@@ -169,10 +174,10 @@ def _record_path(path: Path) -> Path:
 def is_computed(path: Path, identity: str) -> bool:
     """Return whether a file is there as it was written, and was computed from the inputs that `identity` digests."""
     try:
-        kept = read_sealed(dict[str, str], _record_path(path))
+        record = read_sealed(dict[str, str], _record_path(path))
     except K2ConvertError:
         return False
-    return path.is_file() and kept == {"identity": identity, "document": file_digest(path)}
+    return path.is_file() and record == {"identity": identity, "document": file_digest(path)}
 
 
 def check_replaced(output: Output, text: EvaluationText, models: Sequence[EvaluatedModel]) -> None:
@@ -183,22 +188,22 @@ def check_replaced(output: Output, text: EvaluationText, models: Sequence[Evalua
     The row of a file that is a checkpoint's own is known by its mode: the folder may have moved.
     """
     try:
-        found = find_evaluation(output.path)
+        evaluation = find_evaluation(output.path)
     except MalformedFileError as error:
         raise DestinationError(
             f"{output.path}: is not an evaluation, so it is not replaced ({str(error).rstrip('.')}). Remove it, or "
             "name a different file with --out."
         ) from None
-    if found is None:
+    if evaluation is None:
         return
-    lost = found.rows
-    if found.kind == KIND and _text_of(found.text) == _text_of(text):
+    lost = evaluation.rows
+    if evaluation.kind == KIND and _text_of(evaluation.text) == _text_of(text):
         new = {_key(output, model) for model in models}
-        lost = tuple(row for row in found.rows if _key(output, row.model) not in new)
-    if lost or found.kind != KIND:
+        lost = tuple(row for row in evaluation.rows if _key(output, row.model) not in new)
+    if lost or evaluation.kind != KIND:
         modes = ", ".join(dict.fromkeys(row.model.mode or shortened(row.model.name) for row in lost))
-        texts = ", ".join(shortened(name) for name, _ in found.text.texts)
-        if found.text.texts == text.texts and found.text.token_ids != text.token_ids:
+        texts = ", ".join(shortened(name) for name, _ in evaluation.text.texts)
+        if evaluation.text.texts == text.texts and evaluation.text.token_ids != text.token_ids:
             texts += ", other tokens or windows of it"
         raise DestinationError(
             f"{output.path}: holds another evaluation ({texts}: {modes}). Delete it, or name a different file with "
@@ -239,8 +244,8 @@ def keep_evaluation(folder: Path, config: bytes) -> bool:
     document = read_text_file(path)
     renamed = document.replace(file_digest(before), blake3(config).hexdigest()).encode()
     with suppress(K2ConvertError):
-        kept = read_sealed(dict[str, str], _record_path(path))
-        if kept["document"] == file_digest(path):
-            write_atomically(_record_path(path), seal(kept | {"document": blake3(renamed).hexdigest()}))
+        record = read_sealed(dict[str, str], _record_path(path))
+        if record["document"] == file_digest(path):
+            write_atomically(_record_path(path), seal(record | {"document": blake3(renamed).hexdigest()}))
     write_atomically(path, renamed)
     return True

@@ -78,8 +78,10 @@ def compare_models(rows: Iterable[EvaluationRow]) -> tuple[Verdict, ...]:
     """
     known = [row for row in rows if row.figures.divergence.by_window]
     known.sort(key=lambda row: row.figures.divergence.mean)
-    caches = {row.model.kv_cache: [one for one in known if one.model.kv_cache == row.model.kv_cache] for row in known}
-    found: list[Verdict] = []
+    caches = {
+        row.model.kv_cache: [other for other in known if other.model.kv_cache == row.model.kv_cache] for row in known
+    }
+    verdicts: list[Verdict] = []
     for same_cache in caches.values():
         modes = dict.fromkeys(row.model.activations for row in same_cache if row.model.activations)
         groups = [[row for row in same_cache if row.model.activations in (None, mode)] for mode in modes]
@@ -90,14 +92,14 @@ def compare_models(rows: Iterable[EvaluationRow]) -> tuple[Verdict, ...]:
                 if nearer.model.name != farther.model.name:
                     windows = np.array([row.figures.divergence.by_window for row in (nearer, farther)])
                     difference = mean_over_windows((windows[1] - windows[0])[:, None])
-                    found.append(Verdict(nearer.model, farther.model, difference))
-    return tuple(dict.fromkeys(found))
+                    verdicts.append(Verdict(nearer.model, farther.model, difference))
+    return tuple(dict.fromkeys(verdicts))
 
 
 def worst_tokens(divergence: NDArray[np.float64], count: int) -> list[tuple[int, int]]:
     """Return window and position of the tokens with the largest divergence, the largest first."""
     order = np.argsort(-divergence, axis=None, kind="stable")[:count]
-    return [(int(place) // divergence.shape[1], int(place) % divergence.shape[1]) for place in order]
+    return [(int(index) // divergence.shape[1], int(index) % divergence.shape[1]) for index in order]
 
 
 def describe_worst(
@@ -116,11 +118,11 @@ def describe_worst(
     """
 
     def shown(tokens: NDArray[np.int64]) -> str:
-        found: list[int] = tokens.tolist()
+        token_ids: list[int] = tokens.tolist()
         if decode is not None:
             with suppress(CalibrationError):
-                return decode(found)
-        return " ".join(map(str, found))
+                return decode(token_ids)
+        return " ".join(map(str, token_ids))
 
     worst: list[WorstToken] = []
     for window, position in worst_tokens(divergence, WORST_TOKENS):
@@ -141,7 +143,7 @@ def describe_worst(
 
 
 def _divergence(values: NDArray[np.float64]) -> Divergence:
-    median, p99, p999 = (float(found) for found in np.quantile(values, (0.5, 0.99, 0.999)))
+    median, p99, p999 = (float(quantile) for quantile in np.quantile(values, (0.5, 0.99, 0.999)))
     counts = np.bincount(np.searchsorted(HISTOGRAM_EDGES, values.ravel(), side="right"))
     mean = mean_over_windows(values)
     length = values.shape[1]

@@ -78,11 +78,11 @@ class LayerComparison:
         with layer.writing() as write:
             for first, (states,) in layer.chunks():
                 layer.run(first, states, observer)
-                kept = first + np.flatnonzero(finite_windows(states))
-                self._norm[kept] = [_energy(states[window - first]) for window in kept]
-                if kept.size and observer.experts is not None:
-                    experts = observer.experts.reshape(kept.size, -1, observer.experts.shape[1])
-                    self._chosen |= zip(kept.tolist(), experts.astype(np.int16), strict=True)
+                windows = first + np.flatnonzero(finite_windows(states))
+                self._norm[windows] = [_energy(states[window - first]) for window in windows]
+                if windows.size and observer.experts is not None:
+                    experts = observer.experts.reshape(windows.size, -1, observer.experts.shape[1])
+                    self._chosen |= zip(windows.tolist(), experts.astype(np.int16), strict=True)
                 write(states)
         layer.progress.reach(layer.layer_pass.ids.size)
 
@@ -95,13 +95,13 @@ class LayerComparison:
         with layer.layer_pass.work.reading(HIDDEN, after, shape) as read, layer.writing() as write:
             for first, (states,) in layer.chunks():
                 reference = read(first, first + states.shape[0])
-                kept = np.flatnonzero(finite_windows(reference))
+                windows = np.flatnonzero(finite_windows(reference))
                 states[~finite_windows(reference)] = np.nan
                 layer.run(first, states, observer)
-                for place, window in enumerate(kept.tolist()):
+                for index, window in enumerate(windows.tolist()):
                     self._error[number, first + window] = _energy(states[window], reference[window])
                     if observer.experts is not None:
-                        experts = observer.experts[place * shape[1] : (place + 1) * shape[1]]
+                        experts = observer.experts[index * shape[1] : (index + 1) * shape[1]]
                         self._agreeing[number, first + window] = self._agreement(first + window, experts, numbers)
                 write(states)
         layer.progress.reach(layer.layer_pass.ids.size)
@@ -120,9 +120,9 @@ class LayerComparison:
         rows = _router_rows(layer)
         if len(rows) == len(self._rows):
             return np.arange(len(rows))
-        places = {row: expert for expert, row in enumerate(self._rows)}
-        if len(places) == len(self._rows) and places.keys() >= set(rows):
-            return np.array([places[row] for row in rows])
+        experts = {row: expert for expert, row in enumerate(self._rows)}
+        if len(experts) == len(self._rows) and experts.keys() >= set(rows):
+            return np.array([experts[row] for row in rows])
         return None
 
     def _agreement(self, window: int, experts: NDArray[np.int64], numbers: NDArray[np.int64] | None) -> int:
@@ -156,12 +156,12 @@ def kept_windows(arrays: Arrays) -> NDArray[np.bool_]:
     return np.isfinite(arrays["norm"])
 
 
-def layer_figures(arrays: Arrays, number: int, kept: NDArray[np.bool_]) -> LayerFigures:
-    """Return the figures of one model and layer over the windows that were kept until the end."""
-    agreeing = arrays["agreeing"][number, kept]
+def layer_figures(arrays: Arrays, number: int, retained: NDArray[np.bool_]) -> LayerFigures:
+    """Return the figures of one model and layer over the windows that were retained until the end."""
+    agreeing = arrays["agreeing"][number, retained]
     choices = int(arrays["choices"][0])
-    norm = float(arrays["norm"][kept].sum())
-    error = float(arrays["error"][number, kept].sum())
+    norm = float(arrays["norm"][retained].sum())
+    error = float(arrays["error"][number, retained].sum())
     agreement = None
     if choices > 0 and (agreeing >= 0).all():
         agreement = float(agreeing.sum()) / (choices * agreeing.size)
@@ -178,8 +178,8 @@ def stream_of(number: int) -> str:
     return f"{HIDDEN}-{number}" if number else HIDDEN
 
 
-def pass_models(models: Sequence[Sequence[EvaluatedModel]], places: Sequence[str]) -> tuple[PassModel, ...]:
-    """Return the models of the pass: those of each checkpoint, the reference's first. `places` are for messages."""
+def pass_models(models: Sequence[Sequence[EvaluatedModel]], addresses: Sequence[str]) -> tuple[PassModel, ...]:
+    """Return the models of the pass: those of each checkpoint, the reference's first. `addresses` are for messages."""
     numbered = enumerate((number, model) for number, own in enumerate(models) for model in own)
     return tuple(
         PassModel(
@@ -187,7 +187,7 @@ def pass_models(models: Sequence[Sequence[EvaluatedModel]], places: Sequence[str
             checkpoint=number,
             fp4_activations=model.activations == "w4a4",
             fp8_cache=model.kv_cache == "fp8",
-            name=places[number] if index else "",
+            name=addresses[number] if index else "",
         )
         for index, (number, model) in numbered
     )
@@ -224,19 +224,21 @@ def evaluate(plan: EvaluationPlan, *, command: JobCommand | None = None, events:
         _compare_layers(plan, layer_pass)
         if plan.layer_pass.work.num_finished() == layer_pass.num_layers:
             _score(plan, layer_pass)
-        found = _gather(plan)
+        evaluation = _gather(plan)
         plan.check_unchanged()
         for output in plan.outputs:
-            check_replaced(output, found.text, plan.models_of(output))
-            write_evaluation(output.path, _part(found, plan.models_of(output)), plan.identity(output))
+            check_replaced(output, evaluation.text, plan.models_of(output))
+            write_evaluation(output.path, _part(evaluation, plan.models_of(output)), plan.identity(output))
     plan.remove_work()
-    return found
+    return evaluation
 
 
-def _part(found: Evaluation, models: Sequence[EvaluatedModel]) -> Evaluation:
+def _part(evaluation: Evaluation, models: Sequence[EvaluatedModel]) -> Evaluation:
     """Return the rows of some models, and the verdicts on them."""
-    verdicts = tuple(one for one in found.verdicts if one.nearer in models or one.farther in models)
-    return replace(found, rows=tuple(row for row in found.rows if row.model in models), verdicts=verdicts)
+    verdicts = tuple(
+        verdict for verdict in evaluation.verdicts if verdict.nearer in models or verdict.farther in models
+    )
+    return replace(evaluation, rows=tuple(row for row in evaluation.rows if row.model in models), verdicts=verdicts)
 
 
 def _compare_layers(plan: EvaluationPlan, layer_pass: LayerPass) -> None:
@@ -259,9 +261,9 @@ def _score(plan: EvaluationPlan, layer_pass: LayerPass) -> None:
     work = plan.layer_pass.work
     last = layer_pass.num_layers
     length = layer_pass.shape[1]
-    kept = kept_windows(_read_figures(plan, last - 1))
+    retained = kept_windows(_read_figures(plan, last - 1))
     progress = Progress(layer_pass.shards.events, share=len(layer_pass.models))
-    found: list[dict[str, NDArray[Any]]] = []
+    parts: list[dict[str, NDArray[Any]]] = []
     with ExitStack() as stack:
         heads: list[Head] = []
         for number in range(layer_pass.num_checkpoints):
@@ -278,7 +280,7 @@ def _score(plan: EvaluationPlan, layer_pass: LayerPass) -> None:
         of_models = [model.checkpoint for model in layer_pass.models]
         for start in range(0, layer_pass.shape[0], step):
             stop = min(start + step, layer_pass.shape[0])
-            if (chosen := kept[start:stop]).any():
+            if (chosen := retained[start:stop]).any():
                 # the hidden states [T, K] that predict a token: all but the last of each window
                 states = [
                     heads[model].mixed(
@@ -290,14 +292,14 @@ def _score(plan: EvaluationPlan, layer_pass: LayerPass) -> None:
                 scored = score_tokens(
                     heads, of_models, states, targets, devices=layer_pass.text.devices, workers=layer_pass.text.threads
                 )
-                found.append({name: array.reshape(len(array), chosen.sum(), -1) for name, array in scored.items()})
+                parts.append({name: array.reshape(len(array), chosen.sum(), -1) for name, array in scored.items()})
             progress.reach(stop * length)
-    scores = {name: np.concatenate([part[name] for part in found], axis=1) for name in found[0]}
+    scores = {name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
     for number, model in enumerate(layer_pass.models):
         if not all(np.isfinite(scores[name][number]).all() for name in ("loss", "divergence")):
             raise CheckpointError(
-                f"{plan.checkpoints[model.checkpoint].place}: its logits are not finite. Its final norm or its output "
-                "matrix is damaged: download it again."
+                f"{plan.checkpoints[model.checkpoint].address}: its logits are not finite. Its final norm or its "
+                "output matrix is damaged: download it again."
             )
     _finish(plan, last, save(scores))
 
@@ -328,9 +330,9 @@ def _gather(plan: EvaluationPlan) -> Evaluation:
     layers = [_read_figures(plan, number) for number in range(plan.layer_pass.num_layers)]
     scores = _read_figures(plan, plan.layer_pass.num_layers)
     likeliest = scores["likeliest"]
-    kept = kept_windows(layers[-1])
+    retained = kept_windows(layers[-1])
     ids = plan.layer_pass.text.windows.ids
-    windows = np.flatnonzero(kept)
+    windows = np.flatnonzero(retained)
     decode = _find_decoder(plan)
     rows: list[EvaluationRow] = []
     for number, model in enumerate(plan.models[1:], start=1):
@@ -344,16 +346,16 @@ def _gather(plan: EvaluationPlan) -> Evaluation:
             )
         )
         worst = describe_worst(
-            scores["divergence"][number], ids[kept], windows, likeliest[0], likeliest[number], decode=decode
+            scores["divergence"][number], ids[retained], windows, likeliest[0], likeliest[number], decode=decode
         )
-        compared = tuple(layer_figures(arrays, number, kept) for arrays in layers)
+        compared = tuple(layer_figures(arrays, number, retained) for arrays in layers)
         rows.append(EvaluationRow(model, figures, compared, worst))
     return Evaluation(
         format=FORMAT,
         kind=KIND,
         tool_version=__version__,
         reference=plan.models[0],
-        text=replace(plan.layer_pass.text.windows.described(), dropped=int(np.count_nonzero(~kept))),
+        text=replace(plan.layer_pass.text.windows.described(), dropped=int(np.count_nonzero(~retained))),
         rows=tuple(rows),
         verdicts=compare_models(rows),
     )

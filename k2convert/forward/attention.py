@@ -75,9 +75,9 @@ class Attention:
         """Map the hidden states f32 [T, K] of one window to (h + attention, its norm: the MLP's input), f32 [T, K]."""
         modules = self._modules
         hidden = hidden_TK.to(self._device)[None]
-        places = self._rotary(hidden, torch.arange(hidden.shape[1], device=self._device)[None])
+        embeddings = self._rotary(hidden, torch.arange(hidden.shape[1], device=self._device)[None])
         attended, _ = modules.self_attn(
-            hidden_states=modules.input_layernorm(hidden), position_embeddings=places, attention_mask=None
+            hidden_states=modules.input_layernorm(hidden), position_embeddings=embeddings, attention_mask=None
         )
         residual = hidden + attended
         return residual[0], modules.post_attention_layernorm(residual)[0]
@@ -201,16 +201,16 @@ def _cached(attention: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
 def _fill(modules: Any, state: _State) -> None:
     """Give the modules their weights: norms in FP32, those of linear layers as they are stored."""
     for module in {name.rpartition(".")[0] for name in state}:
-        place = modules.get_submodule(module)
+        submodule = modules.get_submodule(module)
         weight = state[f"{module}.weight"]
         bias = state.get(f"{module}.bias")
         assert not isinstance(bias, Fp8Weight)
-        if isinstance(place, nn.Linear):
+        if isinstance(submodule, nn.Linear):
             parent, _, attribute = module.rpartition(".")
             setattr(modules.get_submodule(parent), attribute, _Linear(weight, bias))
         else:
             assert isinstance(weight, Tensor)
-            place.weight = nn.Parameter(weight.float(), requires_grad=False)
+            submodule.weight = nn.Parameter(weight.float(), requires_grad=False)
 
 
 def _causal_attention(

@@ -176,10 +176,10 @@ class MlpBlock:
         home = self._devices[0]
 
         def compute(assigned: tuple[int, MlpTokens]) -> tuple[MlpTokens, Tensor]:
-            place, piece = assigned
-            device = self._devices[place]
-            mlp = self._dense[place] if self._dense else read(piece.module, device)
-            return piece, mlp(inputs[place][piece.tokens.to(device)]).to(home)
+            index, piece = assigned
+            device = self._devices[index]
+            mlp = self._dense[index] if self._dense else read(piece.module, device)
+            return piece, mlp(inputs[index][piece.tokens.to(device)]).to(home)
 
         with allowing_tf32(self._devices), run_in_order(compute, self._cut(mlps), workers=self._workers) as results:
             yield from results

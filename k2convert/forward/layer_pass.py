@@ -43,15 +43,15 @@ _FOLDER: Final = "layer-{:03}"
 def layer_ranges(source: Checkpoint, num_layers: int) -> tuple[Ranges, ...]:
     """Return the byte ranges that each layer reads. The first one also reads the embedding."""
     family = detect_family(source)
-    found: tuple[list[TensorInfo], ...] = tuple([] for _ in range(num_layers))
+    by_layer: tuple[list[TensorInfo], ...] = tuple([] for _ in range(num_layers))
     for name, tensor in source.tensors.items():
-        place = family.classify(name.rpartition(".")[0])
-        if place is None:
+        module_place = family.classify(name.rpartition(".")[0])
+        if module_place is None:
             continue
-        layer = 0 if place.role is Role.EMBEDDINGS else place.layer
+        layer = 0 if module_place.role is Role.EMBEDDINGS else module_place.layer
         if layer is not None and layer < num_layers:
-            found[layer].append(tensor)
-    return tuple(map(ranges_of, found))
+            by_layer[layer].append(tensor)
+    return tuple(map(ranges_of, by_layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class LayerPass:
         """The space that fetched parts may get: for two at a time, so that one is fetched ahead, or the least."""
         fetched = self.fetched
         following = (*fetched[1:], 0)
-        ample = max(one + other for one, other in zip(fetched, following, strict=True))
+        ample = max(size + other for size, other in zip(fetched, following, strict=True))
         return ample, max(*fetched, sum(fetched[-self.num_checkpoints :]))
 
     @property

@@ -52,10 +52,10 @@ def each_layer(layer_pass: LayerPass) -> Generator[Layer]:
     work = layer_pass.work
     torch.set_num_threads(1)  # the workers are the threads: sums do not depend on how many there are
     first = work.num_finished()
-    work.sweep(first)
+    work.delete_before(first)
     for number in range(first, layer_pass.num_layers):
-        for place, models in groupby(layer_pass.models, key=lambda model: model.checkpoint):
-            step = number * layer_pass.num_checkpoints + place
+        for checkpoint, models in groupby(layer_pass.models, key=lambda model: model.checkpoint):
+            step = number * layer_pass.num_checkpoints + checkpoint
             with layer_pass.shards.part(step) as source, closing(WeightReader(source)) as reader:
                 for model in models:
                     layer = Layer(layer_pass, reader, number, model)
@@ -63,7 +63,7 @@ def each_layer(layer_pass: LayerPass) -> Generator[Layer]:
                         yield layer
                     del layer.decoder
                     gc.collect()  # its parts refer to each other: at the width of K2 the peak is 0.7 GB less with this
-        work.sweep(number + 1)
+        work.delete_before(number + 1)
 
 
 class Layer:
@@ -123,7 +123,7 @@ class Layer:
         border = num_windows - apart
         step = self.layer_pass.text.windows_at_once(dense=self.decoder.is_dense)
         with self.opened as opened:
-            read = [opened.enter_context(self.reading(stream)) for stream in streams or (self.model.stream,)]
+            reads = [opened.enter_context(self.reading(stream)) for stream in streams or (self.model.stream,)]
             self._blocks = [*map(opened.enter_context, self.layer_pass.reading_blocks(self.model, self.number))]
             keep: WriteStates | None = None
             if self.number == 0 and self.layer_pass.work.residual_block:
@@ -131,7 +131,7 @@ class Layer:
                 keep = opened.enter_context(writing)
             for first in (*range(0, border, step), *range(border, num_windows, step)):
                 stop = min(first + step, border if first < border else num_windows)
-                states = [found(first, stop) for found in read]
+                states = [read(first, stop) for read in reads]
                 if keep is not None:
                     keep(states[0])
                 yield first, states
@@ -144,13 +144,13 @@ class Layer:
         of another model than the first is not finite.
         """
         begin = first * self.layer_pass.shape[1]
-        kept = finite_windows(states)
+        retained = finite_windows(states)
         blocks = [read(first, first + states.shape[0]) for read in self._blocks]
-        while kept.any():
-            inputs = torch.as_tensor(states if kept.all() else states[kept])
+        while retained.any():
+            inputs = torch.as_tensor(states if retained.all() else states[retained])
             watched = _Watched(observer, self.progress, begin, states.shape[1], inputs.shape[0])
             try:
-                befores = [torch.as_tensor(block if kept.all() else block[kept]) for block in blocks]
+                befores = [torch.as_tensor(block if retained.all() else block[retained]) for block in blocks]
                 result = self.decoder.run(inputs, watched, befores)
             except _NotFiniteError as error:
                 if self.model.name:
@@ -159,12 +159,12 @@ class Layer:
                         "reference are. The weights of this layer or an earlier one are damaged, or its activations do "
                         "not fit its input scales. Leave this checkpoint out, or repair it."
                     ) from None
-                kept[np.flatnonzero(kept)[error.windows]] = False
+                retained[np.flatnonzero(retained)[error.windows]] = False
             else:
-                states[kept] = result.cpu().numpy()
+                states[retained] = result.cpu().numpy()
                 break
-        states[~kept] = np.nan
-        self.dropped += int(np.count_nonzero(~kept))
+        states[~retained] = np.nan
+        self.dropped += int(np.count_nonzero(~retained))
         if self.dropped > MAX_DROPPED * self.layer_pass.shape[0]:
             raise CalibrationError(
                 f"layer {self.number}: the hidden states of {self.dropped:,} of {self.layer_pass.shape[0]:,} windows "

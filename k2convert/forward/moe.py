@@ -65,8 +65,8 @@ def _run_in_order(run: Callable[[Call], Result], calls: Iterable[Call], workers:
             return run(call)
 
     waiting: deque[Future[Result]] = deque()
-    one = (1,)  # oneDNN has a number of threads for each thread that calls it
-    with one_torch_thread(), ThreadPoolExecutor(workers, "forward", torch.set_num_threads, one) as pool:
+    # oneDNN has a number of threads for each thread that calls it
+    with one_torch_thread(), ThreadPoolExecutor(workers, "forward", torch.set_num_threads, (1,)) as pool:
         try:
             for call in calls:
                 waiting.append(pool.submit(without_gradients, call))
@@ -211,8 +211,8 @@ class MlpTokens:
 def block_mlps(reader: WeightReader, stem: str, routing: Routing) -> list[MlpTokens]:
     """Return every expert of the block `stem` with the tokens that chose it, then the shared experts with all."""
     experts = range(routing.scores.shape[1])
-    found = [MlpTokens(f"{stem}.experts.{expert}", expert, *routing.tokens_of(expert)) for expert in experts]
-    return found + shared_mlp(reader, stem, routing.experts)
+    routed = [MlpTokens(f"{stem}.experts.{expert}", expert, *routing.tokens_of(expert)) for expert in experts]
+    return routed + shared_mlp(reader, stem, routing.experts)
 
 
 def shared_mlp(reader: WeightReader, stem: str, x: Tensor) -> list[MlpTokens]:
@@ -233,8 +233,8 @@ def _read_linear(reader: WeightReader, module: str, fp4_inputs: bool) -> LinearL
         return LinearLayer(reader.read_fp8(module))
     if not reader.is_nvfp4(module):
         return LinearLayer(exact_weight(reader.read_source(module)))
-    found = reader.read_converted(module)
-    return LinearLayer(found.weight, (found.input_scale or DEFAULT_INPUT_SCALE) if fp4_inputs else None)
+    layer = reader.read_converted(module)
+    return LinearLayer(layer.weight, (layer.input_scale or DEFAULT_INPUT_SCALE) if fp4_inputs else None)
 
 
 def _input(x_TK: Tensor, layer: LinearLayer, first: int) -> Tensor:
@@ -304,8 +304,8 @@ class Routing:
 
     def tokens_of(self, expert: int) -> tuple[Tensor, Tensor]:
         """Return the tokens (int64 [t]) that chose an expert, and the weights (f32 [t]) they give it."""
-        tokens, places = torch.where(self.experts == expert)
-        return tokens, self.weights[tokens, places]
+        tokens, slots = torch.where(self.experts == expert)
+        return tokens, self.weights[tokens, slots]
 
     def likeliest_tokens(self, expert: int, count: int) -> Tensor:
         """Return the tokens (int64) with the highest scores for an expert, whether they chose it or not."""

@@ -247,12 +247,12 @@ class WeightReader:
 
     def info(self, name: str) -> TensorInfo:
         """Return the place of a tensor; CheckpointError if the checkpoint does not have it."""
-        found = self.checkpoint.tensors.get(name)
-        if found is None:
+        tensor = self.checkpoint.tensors.get(name)
+        if tensor is None:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: tensor {name} is missing, so the layer cannot be computed."
             )
-        return found
+        return tensor
 
     def raw(self, name: str) -> Tensor:
         """Return the bytes of a tensor, uint8 [num_bytes]."""
@@ -292,8 +292,8 @@ class WeightReader:
         if info.dtype not in _DTYPES or len(info.shape) != 2:
             raise CheckpointError(f"{info.shard}: {name} is {info.dtype} {list(info.shape)}, not a matrix of numbers.")
         result = torch.empty(len(rows), info.shape[1], dtype=_DTYPES[info.dtype])
-        for place, row in enumerate(rows):
-            result[place] = self.read(name, first_row=row, num_rows=1)
+        for index, row in enumerate(rows):
+            result[index] = self.read(name, first_row=row, num_rows=1)
         return result
 
     def read_source(self, module: str) -> StoredWeight:
@@ -314,12 +314,12 @@ class WeightReader:
 
     def is_fp8(self, module: str) -> bool:
         """Return whether a layer is stored as FP8."""
-        found = self.checkpoint.tensors.get(f"{module}.{WEIGHT}")
-        return found is not None and (found.dtype == FP8_DTYPE or self._is_made_fp8(module))
+        tensor = self.checkpoint.tensors.get(f"{module}.{WEIGHT}")
+        return tensor is not None and (tensor.dtype == FP8_DTYPE or self._is_made_fp8(module))
 
     def _is_made_fp8(self, module: str) -> bool:
-        found = self.info(f"{module}.{WEIGHT}")
-        return (found.dtype, len(found.shape)) == ("BF16", 2) and self._becomes_fp8(module)
+        tensor = self.info(f"{module}.{WEIGHT}")
+        return (tensor.dtype, len(tensor.shape)) == ("BF16", 2) and self._becomes_fp8(module)
 
     def read_linear(self, module: str) -> DenseWeight | Fp8Weight:
         """Return the weight of a linear layer that is not converted to NVFP4; CheckpointError in other forms."""
@@ -334,8 +334,8 @@ class WeightReader:
         weight = self.info(f"{module}.{WEIGHT}")
         if self._is_made_fp8(module):
             bits = self.read(weight.name).view(torch.uint16).numpy()
-            made = quantize_fp8(bits, name=f"{weight.shard}: {weight.name}", encode=encode_fp8)
-            return Fp8Weight(torch.as_tensor(made.codes), torch.as_tensor(made.scales))
+            quantized = quantize_fp8(bits, name=f"{weight.shard}: {weight.name}", encode=encode_fp8)
+            return Fp8Weight(torch.as_tensor(quantized.codes), torch.as_tensor(quantized.scales))
         scales = self.info(f"{module}.{WEIGHT_SCALE}")
         rows, *columns = weight.shape
         grid = (-(-rows // FP8_BLOCK), 1, *(-(-size // FP8_BLOCK) for size in columns), 1)
@@ -352,17 +352,17 @@ class WeightReader:
         """Return a layer of a converted checkpoint, NVFP4, FP8 or BF16; CheckpointError if its shape is not `shape`."""
         names = self._layout(module)
         if names:
-            found = self._nvfp4(module, names)
+            layer = self._nvfp4(module, names)
         elif self.is_fp8(module):
-            found = LinearLayer(self.read_fp8(module))
+            layer = LinearLayer(self.read_fp8(module))
         else:
-            found = LinearLayer(DenseWeight(self.read(f"{module}.{WEIGHT}")))
-        if shape is not None and found.weight.shape != shape:
+            layer = LinearLayer(DenseWeight(self.read(f"{module}.{WEIGHT}")))
+        if shape is not None and layer.weight.shape != shape:
             raise CheckpointError(
-                f"{self.checkpoint.folder}: {module} has shape {list(found.weight.shape)}, but {list(shape)} in the "
+                f"{self.checkpoint.folder}: {module} has shape {list(layer.weight.shape)}, but {list(shape)} in the "
                 "source. These are checkpoints of different models."
             )
-        return found
+        return layer
 
     def _layout(self, module: str) -> CheckpointLayout | None:
         return next((n for n in LAYOUTS.values() if self.has(f"{module}.{n.global_scale}")), None)

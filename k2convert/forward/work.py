@@ -181,7 +181,7 @@ class WorkFolder:
 
     def num_finished(self, job: PassJob | None = None) -> int:
         """Return how many layers are done: they are the first ones. With a `job`, of this job."""
-        if job is not None and ((found := self.job()) is None or found.identity != job.identity):
+        if job is not None and ((saved := self.job()) is None or saved.identity != job.identity):
             return 0
         layer = 0
         while self._log.path(_step(layer)).is_file():
@@ -247,9 +247,9 @@ class WorkFolder:
         damage = None
         while first < done and not (damage := self._damage(first, (*self._figures(first), *also.get(first, ())))):
             first += 1
-        while 0 < first < num_layers and (found := self._damage(None, self._inputs(first))):
+        while 0 < first < num_layers and (input_damage := self._damage(None, self._inputs(first))):
             first = first - 1
-            damage = damage or found
+            damage = damage or input_damage
         if damage:
             start = f"with layer {first}" if first else "at the beginning"
             events.note(f"{damage}: the {self.purpose} starts again {start}")
@@ -271,7 +271,7 @@ class WorkFolder:
             for path in (*(self.path(kind, layer) for kind in self._outputs), *self._states(layer + 1)):
                 discard_file(path)
 
-    def sweep(self, first: int) -> None:
+    def delete_before(self, first: int) -> None:
         """Remove the hidden states that no layer from `first` on reads."""
         for layer in set(range(first)) - {*block_starts(first, self.residual_block)}:
             for path in self._states(layer):
@@ -287,8 +287,8 @@ class WorkFolder:
 
     def remove_leftovers(self, job: PassJob) -> None:
         """Remove the folder of a job that is done, if a run was killed while it removed it."""
-        found = self.job()
-        is_own = (self.folder / WORK_FOLDER).is_dir() and (found is None or found.identity == job.identity)
+        saved = self.job()
+        is_own = (self.folder / WORK_FOLDER).is_dir() and (saved is None or saved.identity == job.identity)
         if is_own or (self.folder.is_dir() and not list_folder(self.folder)):
             self.remove()
 
@@ -303,10 +303,10 @@ class WorkFolder:
 
             def read(first: int, stop: int) -> HiddenStates:
                 states = np.empty((stop - first, *shape[1:]), dtype=np.float32)
-                for place, window in enumerate(range(first, stop)):
+                for index, window in enumerate(range(first, stop)):
                     data = reader.read(info, begin=window * window_bytes, end=(window + 1) * window_bytes)
                     values = data.view(np.float32) if dtype == "F32" else bf16_values(data.view(np.uint16))
-                    states[place] = values.reshape(shape[1:])
+                    states[index] = values.reshape(shape[1:])
                 return states
 
             yield read

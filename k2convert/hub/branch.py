@@ -310,7 +310,7 @@ def _transfer_errors(action: str) -> Generator[None]:
         if error.__cause__ is not None:
             with explained(action):
                 raise error.__cause__ from None
-        raise explain_transport(action, error, what="the upload failed") from error
+        raise explain_transport(action, error, failure="the upload failed") from error
     except json.JSONDecodeError:
         raise
     except ValueError as error:

@@ -45,11 +45,11 @@ class RemoteShards:
 
     def present(self, ranges: Ranges) -> Ranges:
         """Return the ranges of those shards that the repository has."""
-        return {shard: found for shard, found in ranges.items() if shard in self.repo.files}
+        return {shard: shard_ranges for shard, shard_ranges in ranges.items() if shard in self.repo.files}
 
     def bytes_needed(self, ranges: Ranges) -> int:
         """Return the bytes of disk that `fetch` needs for these ranges."""
-        return sum(self._needed(shard, found) for shard, found in ranges.items())
+        return sum(self._needed(shard, shard_ranges) for shard, shard_ranges in ranges.items())
 
     def _needed(self, shard: str, ranges: Iterable[tuple[int, int]]) -> int:
         needed = sum(end - begin for begin, end in ranges)
@@ -60,13 +60,13 @@ class RemoteShards:
 
     def fetch(self, ranges: Ranges, *, stop: Event | None = None, arrived: Arrived = ignore) -> None:
         """Fetch what is needed of each shard; raises HubError, DiskFullError. Parts arrive as a whole."""
-        for shard, found in ranges.items():
+        for shard, shard_ranges in ranges.items():
             target = self.folder / shard
-            needed = self._needed(shard, found)
+            needed = self._needed(shard, shard_ranges)
             if needed == self.repo.shard(shard).num_bytes:
                 download_shard(self.hub, self.repo, shard, target=target, stop=stop or Event(), arrived=arrived)
             else:
-                download_ranges(self.hub, self.repo, shard, target=target, ranges=found)
+                download_ranges(self.hub, self.repo, shard, target=target, ranges=shard_ranges)
                 arrived(needed, True)
 
     def free(self, shards: Iterable[str]) -> None:

@@ -180,7 +180,7 @@ def _transport_error() -> type[Exception]:
 
 
 def explain_transport(
-    action: str, error: Exception, *, what: str = "the connection to the Hub failed"
+    action: str, error: Exception, *, failure: str = "the connection to the Hub failed"
 ) -> HubRequestError:
     """Return the error for a request without an answer of the Hub. hf_xet puts the status into the words of its own."""
     by_proxy = type(error).__name__ == "ProxyError"
@@ -190,7 +190,7 @@ def explain_transport(
         reason = f"the Hub answered {status} ({cut(str(error))})"
         advice = _advice(status, str(error)) or "Its answer says why; correct that first."
         return HubRequestError(f"could not {action}: {reason}. {advice}", reason=reason, status=status)
-    reason = f"{what} ({type(error).__name__}: {error})"
+    reason = f"{failure} ({type(error).__name__}: {error})"
     if (of_system := _OS_ERROR.search(str(error))) and int(of_system[1]) not in _OF_NETWORKS:
         advice = "Check the disk and its free space, then run the same command again to continue."
         return HubRequestError(f"could not {action}: {reason}. {advice}", reason=reason)

@@ -147,8 +147,10 @@ def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:
                 from k2convert.evaluation.plan import keep_evaluation
 
                 if not keep_evaluation(folder, content):
-                    kept = f"{WORK_FOLDER}/{EVALUATION_NAME}"
-                    job.hub.warn(f"{folder}: {EVALUATION_NAME} measured another config.json: it is now {kept}")
+                    job.hub.warn(
+                        f"{folder}: {EVALUATION_NAME} measured another config.json: "
+                        f"it is now {WORK_FOLDER}/{EVALUATION_NAME}"
+                    )
             make_folder(target.parent)
             write_atomically(target, content)
     for name in gone_files(job.description, names):

@@ -71,8 +71,8 @@ def open_evaluation(
     require_extra("calibrate", purpose="evaluate")
     from k2convert.forward.decoder import check_config
 
-    places = (reference, *dict.fromkeys(checkpoints))
-    outputs = _outputs(places, options.out)
+    addresses = (reference, *dict.fromkeys(checkpoints))
+    outputs = _outputs(addresses, options.out)
     for path in (output.path for output in outputs):
         check_output_path(path, source=None if reference.startswith(SCHEME) else Path(reference))
         if any(path.exists() and file.exists() and path.samefile(file) for file in text.files):
@@ -83,31 +83,38 @@ def open_evaluation(
         check_version(begun.version, work_folder)
     pinned: Mapping[str, object] = {} if begun is None else begun.identity
     with ExitStack() as stack:
-        names = {place: place if place.startswith(SCHEME) else model_name(Path(place)) for place in places}
+        names = {address: address if address.startswith(SCHEME) else model_name(Path(address)) for address in addresses}
         counts = Counter(names.values())  # two folders may have the same name: then their paths tell them apart
-        found: list[EvaluatedCheckpoint] = []
-        for place in reversed(places):  # the ledgers of results name the commit of the reference
-            commits = [pinned.get(_REVISION.format(place)), *(commit_of(one.ledger, place) for one in found)]
+        evaluated: list[EvaluatedCheckpoint] = []
+        for address in reversed(addresses):  # the ledgers of results name the commit of the reference
+            commits = [
+                pinned.get(_REVISION.format(address)),
+                *(commit_of(checkpoint.ledger, address) for checkpoint in evaluated),
+            ]
             revision = next((str(commit) for commit in commits if commit is not None), None)
-            recipes = [one.ledger.recipe for one in found if one.ledger is not None and commit_of(one.ledger, place)]
+            recipes = [
+                checkpoint.ledger.recipe
+                for checkpoint in evaluated
+                if checkpoint.ledger is not None and commit_of(checkpoint.ledger, address)
+            ]
             recipe = next(iter(recipes), None)
-            opened = stack.enter_context(open_checkpoint_at(place, hub=hub, pinned=revision, recipe=recipe))
-            if revision not in (None, opened.revision) and "@" in place:
-                hub.warn(f"{place}: is not at the commit {str(revision)[:7]}, which a result was converted from")
-            name = names[place] if counts[names[place]] == 1 else place
+            opened = stack.enter_context(open_checkpoint_at(address, hub=hub, pinned=revision, recipe=recipe))
+            if revision not in (None, opened.revision) and "@" in address:
+                hub.warn(f"{address}: is not at the commit {str(revision)[:7]}, which a result was converted from")
+            name = names[address] if counts[names[address]] == 1 else address
             ledger = None
             with suppress(CheckpointError):  # without one that can be read, it is anybody's checkpoint
                 ledger = find_ledger(opened.checkpoint.folder)
-            found.insert(0, EvaluatedCheckpoint(name, place, opened, ledger))
-        for one in found:
-            check_computable(one)
-            check_comparable(one, found[0])
-            check_config(one.checkpoint)
-        read = read_text(text, use, found[0].source, hub)
+            evaluated.insert(0, EvaluatedCheckpoint(name, address, opened, ledger))
+        for checkpoint in evaluated:
+            check_computable(checkpoint)
+            check_comparable(checkpoint, evaluated[0])
+            check_config(checkpoint.checkpoint)
+        read = read_text(text, use, evaluated[0].source, hub)
         _check_windows(read)
         if not options.any_text:
-            check_text(read.windows.texts, found[1:])
-        yield _plan(tuple(found), read, options, outputs, hub=hub)
+            check_text(read.windows.texts, evaluated[1:])
+        yield _plan(tuple(evaluated), read, options, outputs, hub=hub)
 
 
 def _check_windows(text: PassText) -> None:
@@ -117,18 +124,18 @@ def _check_windows(text: PassText) -> None:
         raise CalibrationError(f"{names}: a window of one token predicts nothing. Use a longer text.")
 
 
-def _outputs(places: Sequence[str], out: Path | None) -> tuple[Output, ...]:
+def _outputs(addresses: Sequence[str], out: Path | None) -> tuple[Output, ...]:
     """Return the files to write, of checkpoints whose first one is the reference.
 
     Without --out these are RESULT/evaluation.json of every checkpoint in a folder but the reference.
     """
     if out is not None:
         return (Output(out, None),)
-    ours = Path(places[0]).resolve()
+    ours = Path(addresses[0]).resolve()
     local = {
-        Path(place): number
-        for number, place in enumerate(places)
-        if not place.startswith(SCHEME) and Path(place).resolve() != ours
+        Path(address): number
+        for number, address in enumerate(addresses)
+        if not address.startswith(SCHEME) and Path(address).resolve() != ours
     }
     if not local:
         raise DestinationError(
@@ -158,7 +165,7 @@ def _work(folder: Path, models: int, residual_block: int = 0) -> "WorkFolder":
 
 
 def _plan(
-    found: tuple[EvaluatedCheckpoint, ...],
+    checkpoints: tuple[EvaluatedCheckpoint, ...],
     text: PassText,
     options: EvaluationOptions,
     outputs: tuple[Output, ...],
@@ -173,45 +180,47 @@ def _plan(
     from k2convert.forward.layer_pass import LayerShards
     from k2convert.forward.work import PassJob
 
-    by_checkpoint = [_models(one, options, is_reference=one is found[0]) for one in found]
+    by_checkpoint = [
+        _models(checkpoint, options, is_reference=checkpoint is checkpoints[0]) for checkpoint in checkpoints
+    ]
     models = tuple(model for own in by_checkpoint for model in own)
     if len(models) > MAX_ROWS:
         raise DestinationError(f"{len(models)} models: an evaluation has at most {MAX_ROWS}. Evaluate fewer at a time.")
-    inputs = tuple(one.inputs() for one in found)
-    architecture = read_architecture(found[0].checkpoint)
+    inputs = tuple(checkpoint.inputs() for checkpoint in checkpoints)
+    architecture = read_architecture(checkpoints[0].checkpoint)
     work = _work(outputs[0].work_folder, len(models), architecture.residual_block)
-    uses_hub = any(one.source.remote is not None for one in found)
+    uses_hub = any(checkpoint.source.remote is not None for checkpoint in checkpoints)
     return EvaluationPlan(
         layer_pass=LayerPass(
             text=text,
             num_layers=architecture.num_layers,
             hidden_size=architecture.hidden_size,
             work=work,
-            job=PassJob(_identity(found, by_checkpoint, inputs, text, device_name(text.devices)), text.chunk, {}),
-            shards=LayerShards(_parts(found, work, hub), work.downloads, 0, SILENT),
-            models=pass_models(by_checkpoint, [one.place for one in found]),
+            job=PassJob(_identity(checkpoints, by_checkpoint, inputs, text, device_name(text.devices)), text.chunk, {}),
+            shards=LayerShards(_parts(checkpoints, work, hub), work.downloads, 0, SILENT),
+            models=pass_models(by_checkpoint, [checkpoint.address for checkpoint in checkpoints]),
             disk_bytes=states_bytes(text.windows.ids.size, architecture, models=len(models)),
             disk_allowed=allowed_disk(work.folder, uses_hub=uses_hub, max_disk=options.max_disk),
         ),
-        checkpoints=found,
+        checkpoints=checkpoints,
         models=models,
         inputs=inputs,
         outputs=outputs,
     )
 
 
-def _models(one: EvaluatedCheckpoint, options: EvaluationOptions, *, is_reference: bool) -> list[EvaluatedModel]:
+def _models(checkpoint: EvaluatedCheckpoint, options: EvaluationOptions, *, is_reference: bool) -> list[EvaluatedModel]:
     """Return the models of a checkpoint: in each of its modes; the reference as its config declares it."""
-    weights = weights_digest(one.checkpoint, one.ledger)
-    config = file_digest(one.checkpoint.folder / CONFIG_NAME)
+    weights = weights_digest(checkpoint.checkpoint, checkpoint.ledger)
+    config = file_digest(checkpoint.checkpoint.folder / CONFIG_NAME)
     if is_reference:
-        return [EvaluatedModel(one.name, weights, modes_of(one.checkpoint, None)[0], config=config)]
-    modes = modes_of(one.checkpoint, options.activations)
-    return [EvaluatedModel(one.name, weights, mode, options.kv_cache, config) for mode in modes]
+        return [EvaluatedModel(checkpoint.name, weights, modes_of(checkpoint.checkpoint, None)[0], config=config)]
+    modes = modes_of(checkpoint.checkpoint, options.activations)
+    return [EvaluatedModel(checkpoint.name, weights, mode, options.kv_cache, config) for mode in modes]
 
 
 def _identity(
-    found: Sequence[EvaluatedCheckpoint],
+    checkpoints: Sequence[EvaluatedCheckpoint],
     models: Sequence[Sequence[EvaluatedModel]],
     inputs: Sequence[Mapping[str, str]],
     text: PassText,
@@ -219,39 +228,40 @@ def _identity(
 ) -> JsonObject:
     """Return everything that the figures depend on, field by field, as a refused resume names it."""
     modes = [
-        f"{one.place} {model.activations or ''}".strip()
-        for one, own in zip(found, models, strict=True)
+        f"{checkpoint.address} {model.activations or ''}".strip()
+        for checkpoint, own in zip(checkpoints, models, strict=True)
         for model in own
     ]
     identity: JsonObject = {
         "arithmetic": ARITHMETIC,
         "models": ", ".join(modes),
         "kv_cache": models[-1][-1].kv_cache,
-        "layers": read_architecture(found[0].checkpoint).num_layers,
+        "layers": read_architecture(checkpoints[0].checkpoint).num_layers,
         **text.identity(device),
     }
-    for one, files in zip(found, inputs, strict=True):
-        remote = one.source.remote
-        identity[_REVISION.format(one.place)] = None if remote is None else remote.commit
-        identity[f"headers of {one.place}"] = source_digest(one.checkpoint)
-        identity |= {f"{one.name}/{name}": found_identity for name, found_identity in files.items()}
+    for checkpoint, files in zip(checkpoints, inputs, strict=True):
+        remote = checkpoint.source.remote
+        identity[_REVISION.format(checkpoint.address)] = None if remote is None else remote.commit
+        identity[f"headers of {checkpoint.address}"] = source_digest(checkpoint.checkpoint)
+        identity |= {f"{checkpoint.name}/{name}": found_identity for name, found_identity in files.items()}
     return identity
 
 
-def _parts(found: Sequence[EvaluatedCheckpoint], work: "WorkFolder", hub: Hub) -> "list[LayerPart]":
+def _parts(checkpoints: Sequence[EvaluatedCheckpoint], work: "WorkFolder", hub: Hub) -> "list[LayerPart]":
     """Return what is read, in order: each layer of every checkpoint, then the head of every checkpoint."""
     from k2convert.forward.layer_pass import LayerPart, layer_ranges
 
-    num_layers = read_architecture(found[0].checkpoint).num_layers
+    num_layers = read_architecture(checkpoints[0].checkpoint).num_layers
     ranges: list[Sequence[Ranges]] = []
-    for one in found:
-        head = ranges_of(one.checkpoint.tensors[name] for name in head_names(one.checkpoint))
-        ranges.append((*layer_ranges(one.checkpoint, num_layers), head))
+    for checkpoint in checkpoints:
+        head = ranges_of(checkpoint.checkpoint.tensors[name] for name in head_names(checkpoint.checkpoint))
+        ranges.append((*layer_ranges(checkpoint.checkpoint, num_layers), head))
     remotes = [
-        None if one.source.remote is None else RemoteShards(hub, one.source.remote, work.downloads) for one in found
+        None if checkpoint.source.remote is None else RemoteShards(hub, checkpoint.source.remote, work.downloads)
+        for checkpoint in checkpoints
     ]
     return [
-        LayerPart(one.checkpoint, remote, of[number])
+        LayerPart(checkpoint.checkpoint, remote, of[number])
         for number in range(num_layers + 1)
-        for one, remote, of in zip(found, remotes, ranges, strict=True)
+        for checkpoint, remote, of in zip(checkpoints, remotes, ranges, strict=True)
     ]

@@ -80,7 +80,7 @@ class Destination:
 
 @contextmanager
 def open_checkpoint_at(
-    place: str, *, hub: Hub, pinned: str | None = None, recipe: Recipe | None = None
+    address: str, *, hub: Hub, pinned: str | None = None, recipe: Recipe | None = None
 ) -> Generator[Source]:
     """Open a folder, or the headers and small files of a repository.
 
@@ -88,16 +88,16 @@ def open_checkpoint_at(
     by its `recipe` if it is known: it is opened, with a warning if the repository has moved since, unless another
     revision with other weights is named. Raises CheckpointError, HubError.
     """
-    repo = repo_at(place)
+    repo = repo_at(address)
     if repo is None:
         with remedy(SOURCE_REMEDY):
-            checkpoint = open_checkpoint(Path(place))
+            checkpoint = open_checkpoint(Path(address))
         yield Source(checkpoint)
         return
     from k2convert.hub.source import open_remote
 
     remote, now = _resolve(hub, repo, pinned)
-    with folder_of(repo, shown_as=place) as folder:
+    with folder_of(repo, shown_as=address) as folder:
         with remedy(_REMOTE_REMEDY):
             checkpoint = open_remote(hub, remote, folder=folder)
         if now is not None:
@@ -105,10 +105,10 @@ def open_checkpoint_at(
         yield Source(checkpoint, remote)
 
 
-def repo_at(place: str) -> RepoRef | None:
+def repo_at(address: str) -> RepoRef | None:
     """Return the repository of an address; None for a folder."""
-    if place.startswith(SCHEME):
-        return parse_repo(place)
+    if address.startswith(SCHEME):
+        return parse_repo(address)
     return None
 
 
@@ -211,9 +211,9 @@ def fetch_ledger(
     return parse_ledger(read_file(hub, repo, commit, files[LEDGER_NAME]).decode(errors="replace"), where=where)
 
 
-def commit_of(ledger: Ledger | None, place: str) -> str | None:
-    """Return the commit that a result was converted from, if `place` is an address of its source's repository."""
-    ref = repo_at(place)
+def commit_of(ledger: Ledger | None, address: str) -> str | None:
+    """Return the commit that a result was converted from, if `address` is one of its source's repository."""
+    ref = repo_at(address)
     if ledger is None or ref is None or ref.repo != ledger.source.repo:
         return None
     return ledger.source.revision
@@ -226,9 +226,9 @@ def named_source(folder: Path, ledger: Ledger | None) -> tuple[str, ...]:
     """
     command = read_command(folder)
     if command is not None and command.source:
-        place = command.place(command.source, here=str(Path.cwd()))
-        if place.startswith(SCHEME) or Path(place).exists():
-            return ("--source", place)
+        address = command.address(command.source, here=str(Path.cwd()))
+        if address.startswith(SCHEME) or Path(address).exists():
+            return ("--source", address)
     if ledger is not None and ledger.source.repo is not None:
         return ("--source", str(RepoRef(ledger.source.repo)))
     return ()
@@ -239,8 +239,8 @@ def read_destination(text: str) -> Destination:
     repo = repo_at(text)
     if repo is None:
         return Destination(Path(text))
-    place = Destination(Path(), repo.repo, target_revision(repo))
-    return replace(place, folder=WORK_ROOT / str(place).removeprefix(SCHEME).replace("/", "--"))
+    destination = Destination(Path(), repo.repo, target_revision(repo))
+    return replace(destination, folder=WORK_ROOT / str(destination).removeprefix(SCHEME).replace("/", "--"))
 
 
 def check_destination(destination: Path, *, source: Path | None) -> None:

@@ -50,7 +50,7 @@ from k2convert.machine import available_memory, num_cores, peak_bytes
 from k2convert.models import check_calibrated, detect_family, read_architecture
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.plan.plan import Plan, plan_conversion
-from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
+from k2convert.plan.recipe import Recipe, load_recipe, resolve_recipe
 from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
@@ -176,7 +176,7 @@ def _planned(options: JobOptions, source: Source, hub: Hub) -> Job:
     chosen = choose_recipe(checkpoint, options.recipe, options.settings)
     if options.text is not None or (chosen.target == "nvfp4" and RULES[chosen.rule].needs_text):
         check_calibrated(checkpoint)
-    recipe = settle_recipe(chosen, has_text=options.text is not None, to_hub=options.destination.repo is not None)
+    recipe = resolve_recipe(chosen, has_text=options.text is not None, to_hub=options.destination.repo is not None)
     if recipe.quantizer == "reference" and recipe.rule != chosen.rule:
         hub.notify(f"note: quantizer reference converts by rule {recipe.rule} only, so that is the rule")
     text = None
@@ -215,7 +215,9 @@ def prepare(
     text: "PassText | None",
     hub: Hub,
 ) -> Job:
-    """Plan a job by a settled recipe; raises PlanError, CalibrationError, DestinationError, HubError, DiskFullError."""
+    """Plan a job by a resolved recipe. Raises PlanError, CalibrationError, DestinationError, HubError,
+    DiskFullError.
+    """
     checkpoint = source.checkpoint
     destination = options.destination
     folder = destination.folder

@@ -127,7 +127,7 @@ def _complete_card(files: dict[str, Path | bytes], hub: Hub, *, here: str | None
         files[CARD_NAME] = card
 
 
-def settle_published(job: Job, target: Target) -> str:
+def clean_up_published(job: Job, target: Target) -> str:
     """Clean up after a job whose result the target's branch already holds; returns the commit."""
     Branch(job.hub, target, branch_name(job.digest)).delete()  # a run killed after its last commit leaves it
     record_published(job.destination.folder, Published(target.name, str(target.head)))
@@ -146,7 +146,7 @@ class Publication:
     card: SourceCard
     others: Mapping[Path, str]
     gone: Collection[str]  # what the job once copied from the source, and no longer does
-    made: Sequence[str]
+    generated: Sequence[str]
     own_card: str | None
     their_card: str | None
     is_published: bool
@@ -154,7 +154,7 @@ class Publication:
     @property
     def files(self) -> list[str]:
         """Files that are published beside the shards, as they are shown."""
-        names = {*map(str, self.others), *self.made}
+        names = {*map(str, self.others), *self.generated}
         words = card_words(self.own_card, self.their_card, self.target.repo)
         if words:
             return [*sorted(names - {CARD_NAME}), words]
@@ -193,7 +193,7 @@ def prepare_publication(
         card=accepted_card(hub, card),
         others={path: file_sha256(folder / path) for path in others},
         gone=set() if job is None else gone_files(job, map(str, others)),
-        made=[CARD_NAME, *([] if current_report(folder) else report_names(folder))],
+        generated=[CARD_NAME, *([] if current_report(folder) else report_names(folder))],
         own_card=own_card,
         their_card=published_card(hub, target),
         is_published=is_published(
@@ -214,10 +214,10 @@ def _published_source(hub: Hub, ledger: Ledger) -> RemoteRepo | None:
     if (source := find_commit(hub, stated.repo, stated.revision)) is not None:
         return source
     source = find_commit(hub, stated.repo, None)
-    found = f"the card's facts are those of {MAIN}"
+    note = f"the card's facts are those of {MAIN}"
     if source is None:
-        found = "the card states no license of it. If it has a new name, pass that as --base-model"
-    hub.warn(f"note: {stated.repo} does not have the commit {str(stated.revision)[:7]}: {found}")
+        note = "the card states no license of it. If it has a new name, pass that as --base-model"
+    hub.warn(f"note: {stated.repo} does not have the commit {str(stated.revision)[:7]}: {note}")
     return source
 
 
@@ -291,7 +291,7 @@ def publish_folder(
         source=publication.card,
         validation=validation,
         tensors=open_checkpoint(folder).tensors.values(),
-        kept=current_report(folder),
+        retained=current_report(folder),
     )
     _complete_card(files, publication.hub, here=publication.own_card, there=publication.their_card)
     shards = {name: (upload.sha256, upload.num_bytes) for name, upload in uploads.items()}

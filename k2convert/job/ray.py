@@ -78,7 +78,7 @@ class NodeTask:
         resources.own_process()
         memory = available_memory() * cpus // max(cpus, num_cores())  # other tasks of the node have the rest
         inflight_bytes = resources.inflight_bytes(uses_hub=uses_hub, cores=cpus, memory=memory)
-        resources.settle_runtime(uses_hub=uses_hub, inflight=inflight_bytes)
+        resources.configure_runtime(uses_hub=uses_hub, inflight=inflight_bytes)
         task = replace(self.task, suffix=own_suffix(), inflight_bytes=inflight_bytes)
         with resources.open_threads(1, num_converting=cpus) as threads:
             if not uses_hub:

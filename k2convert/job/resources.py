@@ -179,7 +179,7 @@ def own_process() -> None:
     gc.enable()
 
 
-def settle_runtime(*, uses_hub: bool, inflight: int) -> None:
+def configure_runtime(*, uses_hub: bool, inflight: int) -> None:
     """Prepare for hours of work: one torch thread, a short GIL interval, bounded buffers. See `restoring_process`."""
     threads = _torch_threads()
     if threads is not None:

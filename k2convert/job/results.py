@@ -32,8 +32,8 @@ from k2convert.records.ledger import MAX_NAMED, Ledger, find_ledger
 class OpenResult:
     """A result and, if it is given, its source: their folders, and where shards that are not in them come from.
 
-    `source_name` is the source as the user named it. `doubt` says why it may differ from what was converted, if nobody
-    knows; `is_gone` if the Hub no longer has the commit that was.
+    `source_name` is the source as the user named it. `warning` says why it may differ from what was converted, if that
+    is unknown. `is_gone` if the Hub no longer has the commit that was converted.
     """
 
     name: str
@@ -41,7 +41,7 @@ class OpenResult:
     source: Checkpoint | None
     shards: Shards
     source_name: str | None
-    doubt: str
+    warning: str
     is_gone: bool
 
     @property
@@ -60,26 +60,26 @@ class OpenResult:
 
 
 @contextmanager
-def open_result_at(place: str, *, source: str | None, hub: Hub) -> Generator[OpenResult]:
+def open_result_at(address: str, *, source: str | None, hub: Hub) -> Generator[OpenResult]:
     """Open a result and, if given, its source; either may be on the Hub. Raises any K2ConvertError.
 
     Of a repository there are the small files, and an empty file for every shard.
     """
     with ExitStack() as stack:
-        folder = Path(place)
+        folder = Path(address)
         shards = Shards()
         checkpoint = None
-        doubt = ""
+        warning = ""
         is_gone = False
-        if (repo := repo_at(place)) is not None:
+        if (repo := repo_at(address)) is not None:
             remote = resolve_source(hub, repo)
             if not any(path.endswith(SHARD_SUFFIX) for path in remote.files):
-                raise HubError(f"{place}: has no shards, so it holds no result. Check the name and the revision.")
-            folder = stack.enter_context(folder_of(repo, shown_as=place))
+                raise HubError(f"{address}: has no shards, so it holds no result. Check the name and the revision.")
+            folder = stack.enter_context(folder_of(repo, shown_as=address))
             fetch_small_files(hub, remote, folder=folder)
             mark_other_files(remote, folder=folder)
             shards = Shards(result=RemoteShards(hub, remote, folder, read_headers(hub, remote, folder=folder)))
-            _bring_job(place, folder)
+            _fetch_job(address, folder)
         if source is not None:
             ledger = None
             with suppress(CheckpointError):  # the validation names a damaged one
@@ -91,14 +91,14 @@ def open_result_at(place: str, *, source: str | None, hub: Hub) -> Generator[Ope
             except HubRequestError as error:
                 if error.status != 404:
                     raise
-                alone = shell_line(("k2convert", "validate", place))
+                alone = shell_line(("k2convert", "validate", address))
                 raise HubError(f"{error} `{alone}` checks the result alone.") from None
             checkpoint = opened.checkpoint
             if opened.remote is not None:
                 shards = replace(shards, source=RemoteShards(hub, opened.remote, checkpoint.folder))
-            doubt = f"If {source} has changed since the conversion, what differs may be its own."
+            warning = f"If {source} has changed since the conversion, what differs may be its own."
             if ledger is not None:
-                is_known, is_gone = _check_weights(place, folder, ledger, source, opened, hub)
+                is_known, is_gone = _check_weights(address, folder, ledger, source, opened, hub)
                 if (job := Journal(folder).job_of(ledger)) is not None:
                     now = replace(job, config=checkpoint.parse_config(), copies=copied_files(checkpoint))
                     if changes := job.changes(now, folder):
@@ -106,25 +106,27 @@ def open_result_at(place: str, *, source: str | None, hub: Hub) -> Generator[Ope
                 now = "" if opened.revision is None else f" from {opened.revision[:7]}"
                 if is_gone:
                     gone = str(ledger.source.revision)[:7]
-                    doubt = (
+                    warning = (
                         f"{ledger.source.repo} does not have the commit {gone}, which was converted: what differs{now} "
                         "may have changed since."
                     )
                 elif is_known:
-                    doubt = ""
-        yield OpenResult(place, folder, checkpoint, shards, source, doubt, is_gone)
+                    warning = ""
+        yield OpenResult(address, folder, checkpoint, shards, source, warning, is_gone)
 
 
-def _bring_job(place: str, folder: Path) -> None:
+def _fetch_job(address: str, folder: Path) -> None:
     """Copy the description of the job of a repository from its work folder, if that is here: it knows the source."""
     with suppress(HubError, OSError):
-        job = read_destination(place).folder / WORK_FOLDER / JOB_NAME
+        job = read_destination(address).folder / WORK_FOLDER / JOB_NAME
         if job.is_file():
             (folder / WORK_FOLDER).mkdir(exist_ok=True)
             copyfile(job, folder / WORK_FOLDER / JOB_NAME)
 
 
-def _check_weights(place: str, folder: Path, ledger: Ledger, name: str, source: Source, hub: Hub) -> tuple[bool, bool]:
+def _check_weights(
+    address: str, folder: Path, ledger: Ledger, name: str, source: Source, hub: Hub
+) -> tuple[bool, bool]:
     """Refuse a source with other weights than those that were converted (CheckpointError).
 
     Known of these are the headers, by the ledger; the bytes, by the job's own description, or by the hashes that the
@@ -149,13 +151,13 @@ def _check_weights(place: str, folder: Path, ledger: Ledger, name: str, source: 
         changed = changed_shards(known, source.identities())
     is_gone = is_of_repo and source.revision != stated.revision and then is None
     if changed:
-        raise _other_weights(place, ledger, name, source, named(changed), is_gone=is_gone)
+        raise _other_weights(address, ledger, name, source, named(changed), is_gone=is_gone)
     is_known = bool(known) or (is_of_repo and source.revision == stated.revision)
     return is_known, is_gone and not is_known
 
 
 def _other_weights(
-    place: str, ledger: Ledger, name: str, source: Source, shards: str, *, is_gone: bool
+    address: str, ledger: Ledger, name: str, source: Source, shards: str, *, is_gone: bool
 ) -> CheckpointError:
     """Return the error for a source that has other `shards` than those that were converted."""
     stated = ledger.source
@@ -171,6 +173,6 @@ def _other_weights(
             advice = f"The repository does not have the commit {str(stated.revision)[:7]} any more: leave out --source."
     new_job = shell_line(("k2convert", "run", name, "NEW"))
     return CheckpointError(
-        f"{place}: {now} has other weights than {origin}: {shards}. So the two are not compared. {advice} `{new_job}` "
-        "converts what is there now."
+        f"{address}: {now} has other weights than {origin}: {shards}. So the two are not compared. {advice} "
+        f"`{new_job}` converts what is there now."
     )

@@ -118,7 +118,7 @@ def execute(
     check_room(job)
     if cluster is None:
         check_job_memory(job)
-    resources.settle_runtime(uses_hub=job.uses_hub, inflight=job.limits.inflight)
+    resources.configure_runtime(uses_hub=job.uses_hub, inflight=job.limits.inflight)
     with _open_run(job, part, verify, events) as run:
         layer_pass = None
         if run.job.gptq is not None:

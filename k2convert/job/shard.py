@@ -182,9 +182,9 @@ class _Work:
         """Compare the source shard's sha256 with the one that its download left (CheckpointError)."""
         expected = self.task.sha256
         path = self.task.source_folder / self.task.shard.name
-        if self.source_hash is not None and (found := self.source_hash.hexdigest()) != expected:
+        if self.source_hash is not None and (digest := self.source_hash.hexdigest()) != expected:
             raise CheckpointError(
-                f"{path}: is damaged: its sha256 is {found}, but the Hub stated {expected}. "
+                f"{path}: is damaged: its sha256 is {digest}, but the Hub stated {expected}. "
                 f"`hf download REPO {shlex.quote(path.name)} --force-download` replaces it."
             )
 

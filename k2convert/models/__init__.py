@@ -91,10 +91,10 @@ def detect_family(checkpoint: Checkpoint) -> Family:
     prefixes = dict.fromkeys(f"{_layers_prefix(family)}*" for family in reversed(FAMILIES))
     expected = " or ".join(prefixes)
     titles = " or ".join(dict.fromkeys(family.title for family in reversed(FAMILIES)))
-    found = next(iter(names), "")
-    if why := why_foreign(found):
-        raise PlanError(f"{checkpoint.folder}: tensor {found} {why}")
-    other = f" Found: {shortened(found)}." if found else ""
+    first = next(iter(names), "")
+    if why := why_foreign(first):
+        raise PlanError(f"{checkpoint.folder}: tensor {first} {why}")
+    other = f" Found: {shortened(first)}." if first else ""
     raise PlanError(f"{checkpoint.folder}: no tensor is named {expected}: not a {titles} checkpoint.{other} {_hints()}")
 
 
@@ -154,19 +154,19 @@ def _resembles(family: Family, names: list[str]) -> bool:
 def parse_tensor_name(name: str, *, family: Family) -> TensorName:
     """Take a tensor name apart; raises PlanError if no model of the family has such a tensor."""
     module, _, parameter = name.rpartition(".")
-    place = family.classify(module)
-    if place is None:
+    module_place = family.classify(module)
+    if module_place is None:
         if why := why_foreign(name):
             raise PlanError(f"tensor {name}: {why}")
         raise PlanError(
             f"tensor {name}: not part of any known {family.title} model (prefix {family.prefix}). Unknown tensor names "
             f"are never guessed. {family.source_hint} Or add the names to k2convert/models."
         )
-    return _named(module, parameter, place)
+    return _named(module, parameter, module_place)
 
 
-def _named(module: str, parameter: str, place: ModulePlace) -> TensorName:
-    own = place.role, place.layer, place.expert, place.projection
+def _named(module: str, parameter: str, module_place: ModulePlace) -> TensorName:
+    own = module_place.role, module_place.layer, module_place.expert, module_place.projection
     # Interned: the tensors of a module have one string for its name.
     return TensorName(*own, module=sys.intern(module), parameter=sys.intern(parameter))
 
@@ -183,10 +183,10 @@ class TensorNames(Mapping[str, TensorName]):
 
     def __getitem__(self, name: str) -> TensorName:
         module, _, parameter = name.rpartition(".")
-        place = self.place_of(sys.intern(module))
-        if place is None or name not in self.names:
+        module_place = self.place_of(sys.intern(module))
+        if module_place is None or name not in self.names:
             raise KeyError(name)
-        return _named(module, parameter, place)
+        return _named(module, parameter, module_place)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.names if self.place_of(sys.intern(name.rpartition(".")[0])) is not None)
@@ -209,8 +209,8 @@ def parse_tensor_names(checkpoint: Checkpoint, *, family: Family) -> dict[str, T
 def locate_module(module: str) -> ModulePlace | None:
     """Return the place of a module in any known model; None if no family has it."""
     for family in reversed(FAMILIES):
-        if (place := family.classify(module)) is not None:
-            return place
+        if (module_place := family.classify(module)) is not None:
+            return module_place
     return None
 
 

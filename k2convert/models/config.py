@@ -277,7 +277,7 @@ class Fault(NamedTuple):
 
     name: str
     expected: Expected | None
-    found: TensorInfo | None
+    tensor: TensorInfo | None
 
 
 _NUMBERS: Final = ("BF16", "F32", "F16")
@@ -324,8 +324,8 @@ class DescribedModel:
             shapes |= vision
         for layer in range(self.architecture.num_layers):
             stem = family.layer.format(layer=layer)
-            found = family.layer_tensors(self.config, layer, layer in self.architecture.moe_layers)
-            shapes |= {f"{stem}.{name}": shape for name, shape in found.items()}
+            layer_tensors = family.layer_tensors(self.config, layer, layer in self.architecture.moe_layers)
+            shapes |= {f"{stem}.{name}": shape for name, shape in layer_tensors.items()}
         for name, text in shapes.items():
             yield from self._stored(name, text, tensors)
         for layer, numbers in experts.items():
@@ -341,8 +341,8 @@ class DescribedModel:
             for own, fp8_dtype, fp8_shape, _ in fp8_tensors(*shape, has_blocks=self.family.has_fp8_blocks):
                 yield Expected(f"{module}.{own}", (fp8_dtype,), fp8_shape, sizes)
             return
-        place = self.family.classify(module)
-        is_linear = place is not None and place.role in CONVERTIBLE_ROLES and parameter == WEIGHT
+        module_place = self.family.classify(module)
+        is_linear = module_place is not None and module_place.role in CONVERTIBLE_ROLES and parameter == WEIGHT
         form = _form(module, tensors, self.family) if is_linear else ""
         if form:
             for parameter, stored_dtypes, own in _parameters(module, form, shape, tensors):
@@ -372,8 +372,8 @@ class DescribedModel:
 
     def _may_have(self, name: str) -> bool:
         module, _, parameter = name.rpartition(".")
-        place = self.family.classify(module)
-        role = None if place is None else place.role
+        module_place = self.family.classify(module)
+        role = None if module_place is None else module_place.role
         is_described = self.family.outer_tensors is not None
         if role in (Role.VISION_TOWER, Role.MM_PROJECTOR):
             return is_described and not self.family.vision_tensors(self.config)
@@ -383,17 +383,17 @@ class DescribedModel:
     def problem(self, fault: Fault) -> str:
         """Return what is wrong with a tensor, to follow its name."""
         expected = fault.expected
-        found = fault.found
+        tensor = fault.tensor
         if expected is None:
             return why_foreign(fault.name).partition(". ")[0] or "is not in the model that config.json describes"
-        if found is None:
+        if tensor is None:
             return "is missing"
-        if found.dtype not in expected.dtypes:
-            return f"is {found.dtype} ({found.shard}), expected {' or '.join(expected.dtypes)}"
+        if tensor.dtype not in expected.dtypes:
+            return f"is {tensor.dtype} ({tensor.shard}), expected {' or '.join(expected.dtypes)}"
         fields = fields_of(expected.sizes, self.config)
         values = ", ".join(f"{field} {value}" for field, value in fields.items())
         return (
-            f"has the shape {list(found.shape)} ({found.shard}), but config.json says {list(expected.shape or ())} "
+            f"has the shape {list(tensor.shape)} ({tensor.shard}), but config.json says {list(expected.shape or ())} "
             f"({values})"
         )
 

@@ -260,8 +260,8 @@ def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -
         source_format=INT4,
         card=ModelCardFacts(
             model_kind="a Kimi K2 model",
-            kept=("attention", "router", "embeddings and output head"),
-            kept_of_attention="`kv_b_proj` of attention",
+            unquantized=("attention", "router", "embeddings and output head"),
+            unquantized_attention="`kv_b_proj` of attention",
             tags=("kimi-k2",),
             vllm_options="--enable-auto-tool-choice --tool-call-parser kimi_k2 --reasoning-parser kimi_k2",
             sglang_options="--tool-call-parser kimi_k2 --reasoning-parser kimi_k2",

@@ -128,8 +128,8 @@ class ModelCardFacts:
     """Facts that a model card states of a family. `refusals` are (engine, what it cannot serve, why)."""
 
     model_kind: str
-    kept: tuple[str, ...]  # what stays BF16
-    kept_of_attention: str = ""  # the same of attention that becomes FP8; empty if it never does
+    unquantized: tuple[str, ...]  # what stays BF16
+    unquantized_attention: str = ""  # the same of attention that becomes FP8; empty if it never does
     tags: tuple[str, ...] = ()  # of the Hub
     vllm_options: str = ""  # its own options, as the next two
     sglang_options: str = ""
@@ -214,15 +214,17 @@ class Family:
     # tower and projector, whole or not there; empty if not known
     vision_tensors: Callable[[Mapping[str, Any]], dict[str, str]] = lambda _: {}
 
-    def takes_fp8(self, place: TensorName, roles: Sequence[str]) -> bool:
+    def takes_fp8(self, tensor_name: TensorName, roles: Sequence[str]) -> bool:
         """Return whether a linear layer becomes FP8 with these roles in a recipe's fp8."""
-        is_kept = self.kept_attention != "" and place.module.endswith(self.kept_attention)
-        return place.role in roles and not is_kept
+        is_kept = self.kept_attention != "" and tensor_name.module.endswith(self.kept_attention)
+        return tensor_name.role in roles and not is_kept
 
     def becomes_fp8(self, module: str, roles: Sequence[str]) -> bool:
         """The same by the name of a module, whose weight must have two dimensions."""
-        place = self.classify(module)
-        return place is not None and self.takes_fp8(TensorName(place.role, module=module, parameter=WEIGHT), roles)
+        module_place = self.classify(module)
+        return module_place is not None and self.takes_fp8(
+            TensorName(module_place.role, module=module, parameter=WEIGHT), roles
+        )
 
     def fp8_partner(self, module: str) -> str | None:
         """Return the module that shares its scales of blocks with this one, if the model has it; None: no module."""

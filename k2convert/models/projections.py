@@ -277,25 +277,25 @@ def find_fp8(
     architecture: Architecture,
 ) -> dict[str, Role]:
     """Find the BF16 weights [N, K] that become FP8, with their roles; PlanError for one in another form."""
-    found: dict[str, Role] = {}
+    weights: dict[str, Role] = {}
     patterns = family.linear_patterns(roles, architecture)
     for name, tensor_name in names.items():
         tensor = source.tensors[name]
         if not family.takes_fp8(tensor_name, roles) or tensor_name.parameter != WEIGHT or len(tensor.shape) != 2:
             continue
         _expect(tensor, dtypes=("BF16",), rank=2)
-        found[name] = tensor_name.role
+        weights[name] = tensor_name.role
         if not any(re.fullmatch(pattern, tensor_name.module) for pattern in patterns):
             raise PlanError(
                 f"{tensor.shard}: {name}: FP8 is known for the attention of {family.title} only, in which no linear "
                 "layer has this name. Remove attention from the recipe's fp8."
             )
     for role in roles:
-        if role not in found.values():
+        if role not in weights.values():
             raise PlanError(
                 f"{source.folder}: the recipe's fp8 names the role {role}, but no tensor has it. Remove {role} from it."
             )
-    return found
+    return weights
 
 
 def check_fp8(family: Family, roles: Sequence[str], *, layout: Layout, where: str) -> None:
@@ -375,11 +375,11 @@ def check_model(
             f"{span(tuple(sorted(experts)))}. A shard is missing, or config.json belongs to a different model. "
             f"{SOURCE_REMEDY}"
         )
-    for layer, found in experts.items():
-        if sorted(found) != list(range(num_experts)):
+    for layer, numbers in experts.items():
+        if sorted(numbers) != list(range(num_experts)):
             raise PlanError(
-                f"{source.folder}: layer {layer} has {len(found)} experts numbered {min(found)}..{max(found)}, but "
-                f"config.json says {key} = {num_experts} (expected 0..{num_experts - 1}). "
+                f"{source.folder}: layer {layer} has {len(numbers)} experts numbered {min(numbers)}..{max(numbers)}, "
+                f"but config.json says {key} = {num_experts} (expected 0..{num_experts - 1}). "
                 f"{experts_remedy(source.tensors, experts, family=family, key=key) or SOURCE_REMEDY}"
             )
     model = DescribedModel(family, architecture, source.config, str(source.folder))

@@ -270,8 +270,8 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
         scalings[name] = scaling
     fp8: dict[str, Fp8Step] = {}
     if recipe.fp8:
-        found = find_fp8(source, names, recipe.fp8, family=family, architecture=architecture)
-        fp8 = {name: _fp8_step(source, name, role, family, scalings.get(name)) for name, role in found.items()}
+        weights = find_fp8(source, names, recipe.fp8, family=family, architecture=architecture)
+        fp8 = {name: _fp8_step(source, name, role, family, scalings.get(name)) for name, role in weights.items()}
     steps = _make_steps(source, projections, recipe, scalings, fp8)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     unconverted = family.unconverted((*recipe.roles, *recipe.fp8), architecture) if recipe.target == "nvfp4" else ()

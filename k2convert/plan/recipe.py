@@ -130,7 +130,7 @@ OTHERS_FP8_SQNR_DB: Final = 25.0
 _NVFP4_KEYS: Final = frozenset(("rule", "layout", "activations", "quantizer", "smoothing", "kv_cache"))
 
 
-def settle_recipe(recipe: Recipe, *, has_text: bool = False, to_hub: bool = False) -> Recipe:
+def resolve_recipe(recipe: Recipe, *, has_text: bool = False, to_hub: bool = False) -> Recipe:
     """Return the recipe with its rule, smoothing and budget decided; raises RecipeError if something contradicts it."""
     changes: dict[str, Any] = {}
     if "rule" not in recipe.model_fields_set and recipe.target == "nvfp4":
@@ -202,11 +202,11 @@ class _Loader(yaml.SafeLoader):
     """YAML without a key twice in a mapping, of which YAML itself would take the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set[str]()
+        keys = set[str]()
         for key, _ in node.value:
-            if str(key.value) in seen:
+            if str(key.value) in keys:
                 raise DuplicateKeyError(f"duplicate key {quoted(str(key.value))}")
-            seen.add(str(key.value))
+            keys.add(str(key.value))
         return super().construct_mapping(node, deep=deep)
 
 
@@ -245,13 +245,13 @@ def _nested(settings: object) -> dict[str, Any]:
     """Return settings with the keys `section.key` in their sections, and paths as text; raises RecipeError."""
     if not isinstance(settings, Mapping):
         raise RecipeError(f'settings {quoted(settings)}: expected keys with their values, like {{"rule": "max"}}.')
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for name, value in cast(Mapping[object, object], settings).items():
         section, dot, key = str(name).partition(".")
         if isinstance(value, os.PathLike):
             value = os.fsdecode(cast(os.PathLike[str], value))
-        _merge(found, {section: {key: value}} if dot else {section: value})
-    return found
+        _merge(nested, {section: {key: value}} if dot else {section: value})
+    return nested
 
 
 def text_use(**given: object) -> TextUse:

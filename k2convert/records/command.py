@@ -39,7 +39,7 @@ class JobCommand:
         paths = (Path(self.folder, word.rpartition("=")[2]).expanduser() for word in self.words)
         return any("://" in word for word in self.words) or any(path.resolve() in resolved for path in paths)
 
-    def place(self, word: str, *, here: str) -> str:
+    def address(self, word: str, *, here: str) -> str:
         """Return a path or an address of the command, as it is written in the folder `here`."""
         if self.folder == here or "://" in word:
             return word

@@ -74,17 +74,17 @@ class ProjectionRecord:
 
 ALL_ZERO: Final = "all weights are zero"
 MOST_MINUS_EIGHT: Final = 0.1
-"""More codes of -8 than this are a doubt. Even codes have a sixteenth; two's complement makes an eighth of zeros."""
+"""More codes of -8 than this are suspicious. Even codes have a sixteenth; two's complement makes an eighth of zeros."""
 MOST_OF_ZEROS: Final = 0.2  # more codes of -8 than this are a range of zero bytes, not another code
 
 
 def is_weight(name: str) -> bool:
-    """Return whether a tensor that is all zero is a doubt, by its name: a bias may be zero."""
+    """Return whether a tensor that is all zero is suspicious, by its name: a bias may be zero."""
     return name.endswith(".weight")
 
 
-def doubt_of(num_minus_eight: int | None, num_codes: int | None) -> str:
-    """Return what the codes of a source weight make doubtful; empty for most, and for other weights than INT4."""
+def codes_warning(num_minus_eight: int | None, num_codes: int | None) -> str:
+    """Return what the codes of a source weight make suspicious; empty for most, and for other weights than INT4."""
     count = num_minus_eight
     total = num_codes
     if count is None or not total or count <= MOST_MINUS_EIGHT * total:
@@ -313,8 +313,8 @@ def below_budget(records: Iterable[ShardRecord], recipe: Recipe) -> dict[str, fl
     return dict(sorted(missed.items(), key=lambda item: item[1]))
 
 
-def doubts(records: Iterable[ShardRecord]) -> list[str]:
-    """Return what makes the source doubtful, a sentence a kind of doubt: weights that are zero, codes of -8."""
+def source_warnings(records: Iterable[ShardRecord]) -> list[str]:
+    """Return what makes the source suspicious, a sentence for each kind: weights that are zero, codes of -8."""
     zeros = list[str]()
     minus_eights = dict[str, str]()
     for record in records:
@@ -324,8 +324,8 @@ def doubts(records: Iterable[ShardRecord]) -> list[str]:
                 continue
             if projection.metrics.energy == 0.0:
                 zeros.append(projection.module)
-            elif doubt := doubt_of(projection.metrics.num_minus_eight, projection.metrics.num_codes):
-                minus_eights[projection.module] = doubt
+            elif warning := codes_warning(projection.metrics.num_minus_eight, projection.metrics.num_codes):
+                minus_eights[projection.module] = warning
     sentences = list[str]()
     if zeros:
         sentences.append(f"{_some(zeros)}: {ALL_ZERO}")

@@ -69,9 +69,9 @@ class WorkLog(Generic[Step]):
         """Return what is kept of a step that is done; raises MalformedFileError if its file is damaged."""
         return read_sealed(self._kind, self.path(step))
 
-    def declare(self, step: str, kept: Step, *, mtime_ns: int | None = None) -> None:
+    def declare(self, step: str, record: Step, *, mtime_ns: int | None = None) -> None:
         """Declare a step done: its files are in place and synced. Raises DiskFullError, DestinationWriteError."""
-        write_atomically(self.path(step), seal(kept), mtime_ns=mtime_ns, suffix=self._suffix)
+        write_atomically(self.path(step), seal(record), mtime_ns=mtime_ns, suffix=self._suffix)
 
     def forget(self, step: str) -> None:
         """Remove the claim that a step is done."""
@@ -186,7 +186,7 @@ def _soft_locked(path: Path) -> Generator[None]:
 
 
 def read_lock(destination: Path) -> tuple[bool, dict[str, Any] | None, float]:
-    """Return whether a process works here, the progress that it wrote last (Tally.summary), and its age in seconds."""
+    """Return whether a process works here, its last progress (Display.summary), and its age in seconds."""
     path = _path(destination)
     if not path.exists():
         return False, None, 0.0

@@ -97,9 +97,9 @@ def card_files(
     revision: str | None = None,
     validation: "ValidationReport",
     tensors: Iterable[Tensor],
-    kept: Sequence[str] = (),
+    retained: Sequence[str] = (),
 ) -> dict[str, bytes]:
-    """Return the model card of a finished folder, and its report unless that is `kept`, by file name.
+    """Return the model card of a finished folder, and its report unless that is `retained`, by file name.
 
     `tensors` are those of the result's shards, which need not be here. `revision` is the branch if it is not main.
     """
@@ -107,7 +107,7 @@ def card_files(
     from k2convert.report.render import render_report
 
     report = collect_report(folder=folder, validation=validation, tensors=tensors, name=repo)
-    files = {} if kept else render_report(report)
+    files = {} if retained else render_report(report)
     config = read_json_file(folder / CONFIG_NAME)
     card = render_card(report, base_model=base_model, source=source, config=config, revision=revision)
     return files | {CARD_NAME: card.encode()}

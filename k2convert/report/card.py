@@ -83,10 +83,10 @@ def _first_sentences(report: Report, family: ModelCardFacts, base_model: str | N
     bits = "W4A16: 4-bit weights, 16-bit activations"
     if recipe.activations == "w4a4":
         bits = "W4A4: 4-bit weights and activations"
-    kept = [family.kept_of_attention if name in recipe.fp8 else name for name in family.kept]
-    kept += (role_name(role) for role in CONVERTIBLE_ROLES if role not in (*recipe.roles, *recipe.fp8))
+    unquantized = [family.unquantized_attention if name in recipe.fp8 else name for name in family.unquantized]
+    unquantized += (role_name(role) for role in CONVERTIBLE_ROLES if role not in (*recipe.roles, *recipe.fp8))
     if family.has_vision:
-        kept.append("vision tower and projector")
+        unquantized.append("vision tower and projector")
     exceptions = ""
     if report.ledger.calibration is not None and report.ledger.calibration.exponents_digest is not None:
         scaled = ["the norm before the experts", "the router"]
@@ -99,7 +99,7 @@ def _first_sentences(report: Report, family: ModelCardFacts, base_model: str | N
     return (
         f"{base} with its {', '.join(map(role_name, recipe.roles))} converted to NVFP4 ({bits}): E2M1 values, one E4M3 "
         f"scale for every 16 weights, and {scale} per tensor. {_fp8_sentence(report)}Everything else is copied byte "
-        f"for byte: {', '.join(kept)}{exceptions}.\n\n"
+        f"for byte: {', '.join(unquantized)}{exceptions}.\n\n"
         f"Rule {code(recipe.rule)}{'' if rule is None else f': {escape(rule.summary)}'}"
     )
 

@@ -58,7 +58,7 @@ def headline(report: Report) -> tuple[Figure, ...]:
         figures.append(Figure(f"{total.achieved_to_max:.3f}", "of the squared error of max", detail))
     if report.worst and total.squared_error > 0:
         worst = report.worst[0]
-        detail = worst.place or "of all converted tensors"
+        detail = worst.location or "of all converted tensors"
         figures.append(Figure(format_decibels(worst.sqnr_db), "worst tensor", detail))
     if total.num_codes and total.recoverable_codes is not None:
         share = percent(total.recoverable_codes, total.num_codes)
@@ -337,7 +337,7 @@ def _weight_errors(report: Report) -> Section:
 def _worst_tensors(report: Report) -> Section:
     rows = [
         (
-            f"{t.place}: {t.module}" if t.place else t.module,
+            f"{t.location}: {t.module}" if t.location else t.module,
             format_decibels(t.sqnr_db),
             "" if t.sqnr_max_db is None else format_decibels(t.sqnr_max_db),
             "" if t.max_error_steps is None else f"{t.max_error_steps:.2f}",

@@ -63,7 +63,7 @@ class TensorFigures:
     sqnr_max_db: float | None
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Layer, expert and projection in words; empty if no known model has the module."""
         if self.layer is None:
             return ""
@@ -247,12 +247,12 @@ def _recorded(records: Mapping[str, ShardRecord]) -> tuple[TensorFigures, ...]:
 
 def tensor_figures(module: str, error: WeightMetrics, *, role: str | None = None) -> TensorFigures:
     """Return the figures of a tensor, recorded or measured. `role` is by default the one that the name tells."""
-    if (place := locate_module(module)) is not None and place.projection is None:
-        place = None
+    if (module_place := locate_module(module)) is not None and module_place.projection is None:
+        module_place = None
     return TensorFigures(
         module=module,
-        role=role or (place.role if place else "unknown"),
-        **{key: getattr(place, key, None) for key in ("layer", "expert", "projection")},
+        role=role or (module_place.role if module_place else "unknown"),
+        **{key: getattr(module_place, key, None) for key in ("layer", "expert", "projection")},
         sqnr_db=error.sqnr_db,
         relative_mse=error.relative_mse,
         max_error_steps=error.max_error_steps,
@@ -285,12 +285,12 @@ def figures_document(report: Report) -> dict[str, Any]:
     contract = None
     parts = {"calibration": report.ledger.calibration, "evaluation": report.evaluation}
     if (validation := report.validation) is not None:
-        found = validation.contract
+        contract_report = validation.contract
         contract = {
-            "rules": len(found.rules),
-            "held": len(found.rules) - len(found.unchecked) - len(found.failed),
-            "skipped": len(found.unchecked),
-            "failed": found.failed,
+            "rules": len(contract_report.rules),
+            "held": len(contract_report.rules) - len(contract_report.unchecked) - len(contract_report.failed),
+            "skipped": len(contract_report.unchecked),
+            "failed": contract_report.failed,
             "passed": validation.passed,
         }
     return {

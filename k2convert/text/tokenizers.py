@@ -124,11 +124,11 @@ class _JsonTokenizer:
     def encode(self, text: str, *, special: bool = False) -> NDArray[np.int64]:
         with _in_one_line(self._path):
             self._tokenizer.encode_special_tokens = not special
-            found = [
+            piece_ids = [
                 self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0].ids  # pyright: ignore[reportUnknownMemberType]
                 for piece in _line_pieces(text)
             ]
-        return np.concatenate([np.array(ids, dtype=np.int64) for ids in found])
+        return np.concatenate([np.array(ids, dtype=np.int64) for ids in piece_ids])
 
     def decode(self, ids: list[int]) -> str:
         with _in_one_line(self._path):
@@ -160,12 +160,12 @@ class _KimiTokenizer:
     def encode(self, text: str, *, special: bool = False) -> NDArray[np.int64]:
         allowed = self._encoding.special_tokens_set if special else set[str]()
         with _in_one_line(self._path):
-            found = [
+            piece_ids = [
                 self._encoding.encode_to_numpy(piece, allowed_special=allowed, disallowed_special=())
                 for start in range(0, len(text), MAX_CALL_CHARS)
                 for piece in _short_runs(text[start : start + MAX_CALL_CHARS])
             ]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *found]).astype(np.int64)
+        return np.concatenate([np.zeros(0, dtype=np.int64), *piece_ids]).astype(np.int64)
 
     def decode(self, ids: list[int]) -> str:
         with _in_one_line(self._path):
@@ -261,8 +261,8 @@ def _in_one_line(path: Path) -> Generator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
             raise
-        what = cut(str(cast(Any, error)) or type(error).__name__, 200)
-        raise CalibrationError(f"{path}: the tokenizer failed ({what}). {BAD_FILE}") from None
+        reason = cut(str(cast(Any, error)) or type(error).__name__, 200)
+        raise CalibrationError(f"{path}: the tokenizer failed ({reason}). {BAD_FILE}") from None
 
 
 _MAX_CHARACTERS: Final = 64 << 20
@@ -332,8 +332,12 @@ def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str], object
     path = folder / CHAT_TEMPLATE_NAME
     with remedy(_NO_CHAT):
         config = read_json_file(config_path) if is_there(config_path) else {}
-        found = (read_text_file(path) if is_there(path) else "") or config.get("chat_template")
-    entries = cast(list[Any], found) if isinstance(found, list) else [{"name": "default", "template": found}]
+        chat_template = (read_text_file(path) if is_there(path) else "") or config.get("chat_template")
+    entries = (
+        cast(list[Any], chat_template)
+        if isinstance(chat_template, list)
+        else [{"name": "default", "template": chat_template}]
+    )
     templates: dict[str, str] = {}
     for name, template in ((entry.get("name"), entry.get("template")) for entry in map(mapping_or_empty, entries)):
         if not isinstance(name, str):

@@ -97,17 +97,17 @@ def read_lines(path: Path, start: int, stop: int, *, ids_of: Callable[[str], Ids
 
     `ids_of` gives the ids of a line or raises CalibrationError without a place.
     """
-    found: list[Ids] = [np.zeros(0, dtype=np.int64)]
+    documents: list[Ids] = [np.zeros(0, dtype=np.int64)]
     for offset, raw in _lines(path, start, stop):
         text = _decode(raw, path, offset).strip("\ufeff \t\r\n")
         try:
             if len(raw) > MAX_LINE_BYTES:
                 raise CalibrationError(f"longer than {MAX_LINE_BYTES:,} bytes. Split the document.")
             if text:
-                found.append(ids_of(text))
+                documents.append(ids_of(text))
         except CalibrationError as error:
             raise CalibrationError(f"{path}, line {_line_number(path, offset)}: {error}") from None
-    return np.concatenate(found)
+    return np.concatenate(documents)
 
 
 def _lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
@@ -370,7 +370,7 @@ def read_windows(
     ids = stream[: available * length].reshape(available, length)[chosen].astype(np.int64)
     names = (path.name.encode(errors="backslashreplace").decode() for path in files)  # not every name is UTF-8
     texts = tuple(zip(names, map(file_digest, files), strict=True))
-    notes = [f"{counted(number, 'line')} {what}" for what, number in counts.items()]
+    notes = [f"{counted(number, 'line')} {note}" for note, number in counts.items()]
     if ids.size < tokens - tokens % min(window, tokens):
         given = f"{ids.size:,} tokens ({counted(len(ids), 'window')} of {length:,})"
         notes.append(f"the text has only {given}; {tokens:,} are wanted")
@@ -403,7 +403,7 @@ def _read(
         for step in (size if is_small else SECTION_BYTES,)
         for start in range(0, size, step or 1)
     ]
-    found: dict[int, NDArray[np.int32]] = {}
+    section_ids: dict[int, NDArray[np.int32]] = {}
     count = 0
     for index in _shuffled(len(sections), seed):
         path, start, stop = sections[index]
@@ -414,11 +414,11 @@ def _read(
                     f"{path}: holds the token id {int(extreme)}, but the model's vocabulary is "
                     f"[0, {vocab_size}). Use the tokenizer of the same checkpoint."
                 )
-        found[index] = ids.astype(np.int32)
-        count += found[index].size
+        section_ids[index] = ids.astype(np.int32)
+        count += section_ids[index].size
         if count >= enough and not is_small:
             break
-    return np.concatenate([np.zeros(0, dtype=np.int32), *(found[index] for index in sorted(found))])
+    return np.concatenate([np.zeros(0, dtype=np.int32), *(section_ids[index] for index in sorted(section_ids))])
 
 
 def _shuffled(count: int, seed: int) -> list[int]:

@@ -26,7 +26,7 @@ PYTHON = sys.executable
 PEERS = "scripts.bench.peers"
 COPY = ("sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +')
 GPTQ_TOKENS = 2048
-ONE, FOUR = 1, 4  # GB: for one core, and for validation and the disk; large enough to measure, quick to finish
+CORE_GB, DISK_GB = 1, 4  # GB: for one core, and for validation and the disk; large enough to measure, quick to finish
 COMMAND = "How fast is the whole command?"
 CORES = "How fast are one core and validation?"
 PIPELINES = "How does it compare with the published pipelines?"
@@ -117,7 +117,7 @@ def int4_weights(source: Path) -> int:
 
 def whole_command(bench: Bench, gigabytes: float) -> None:
     """Copy and convert the same cold folder; convert and validate smaller ones."""
-    source, smaller, smallest = (bench.sized(min(size, gigabytes)) for size in (gigabytes, FOUR, ONE))
+    source, smaller, smallest = (bench.sized(min(size, gigabytes)) for size in (gigabytes, DISK_GB, CORE_GB))
     validated = bench.work / "validated"
     shutil.rmtree(validated, ignore_errors=True)
     subprocess.run([PYTHON, "-m", "k2convert", "run", smaller, validated, "--json"], check=True, capture_output=True)
@@ -191,8 +191,8 @@ def gptq(bench: Bench, device: str) -> None:
     text = ("--calibrate", str(ids), "--set", f"calibration.tokens={GPTQ_TOKENS}", "--device", device)
     command = bench.convert(source, *text)
     label = f"run --calibrate, 16 experts, {GPTQ_TOKENS:,} tokens"
-    one = Job(f"{label}, one core", source, command, one_core=True)
-    bench.time("How long does rule gptq take?", one, Job(f"{label}, all cores", source, command))
+    one_core = Job(f"{label}, one core", source, command, one_core=True)
+    bench.time("How long does rule gptq take?", one_core, Job(f"{label}, all cores", source, command))
 
 
 def markdown(results: Mapping[str, Rows]) -> str:

@@ -26,7 +26,7 @@ from k2convert.check.certificate import Certificate, Claim
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.job.locations import WORK_ROOT
 from scripts.bench.measure import describe_machine
-from scripts.bench.whole_hub import TOKEN, WholeHub, read_places, read_sources
+from scripts.bench.whole_hub import TOKEN, WholeHub, read_offsets, read_sources
 from scripts.fixture_maker.headers import make_k2_thinking_headers
 from scripts.fixture_maker.inventory import K2_SHAPE
 from scripts.fixture_maker.k3 import make_k3_headers
@@ -91,8 +91,8 @@ class Job:
     def _follow(self, process: "subprocess.Popen[str]") -> None:
         for line in process.stderr or ():
             self.lines.append(line)
-            if (found := ETA.search(line)) is not None:
-                hours, minutes, seconds = map(int, found.groups())
+            if (match := ETA.search(line)) is not None:
+                hours, minutes, seconds = map(int, match.groups())
                 self.etas.append((time.monotonic(), 3600 * hours + 60 * minutes + seconds, self.num_converted()))
 
     def _sample(self, process: Path) -> dict[str, int]:
@@ -110,9 +110,9 @@ class Job:
         begin, end = self.outage
         before = [eta for eta in self.etas if eta[0] <= begin]
         after = [eta for eta in self.etas if eta[0] >= end]
-        found = [eta[:2] for etas in (before, after) for eta in etas if eta[2] >= etas[0][2] + 3]
-        truths = [self.ended - at - (end - begin if at <= begin else 0.0) for at, _ in found]
-        return [abs(left - truth) <= 0.2 * truth + 1 for (_, left), truth in zip(found, truths, strict=True)]
+        selected = [eta[:2] for etas in (before, after) for eta in etas if eta[2] >= etas[0][2] + 3]
+        truths = [self.ended - at - (end - begin if at <= begin else 0.0) for at, _ in selected]
+        return [abs(left - truth) <= 0.2 * truth + 1 for (_, left), truth in zip(selected, truths, strict=True)]
 
 
 def check(hub: WholeHub) -> str:
@@ -124,9 +124,9 @@ def check(hub: WholeHub) -> str:
         if not name.endswith(".safetensors"):
             continue
         ours, source = hub.store.blob(str(result.sha256)), hub.shards[str(sources[name].sha256)]
-        written = {spec.name for spec in read_places(ours.read_bytes())}
+        written = {spec.name for spec in read_offsets(ours.read_bytes())}
         modules = {name.rpartition(".")[0] for name in written}
-        before = {spec.name: spec for spec in source.places if spec.name.rpartition(".")[0] in modules}
+        before = {spec.name: spec for spec in source.offsets if spec.name.rpartition(".")[0] in modules}
         with tempfile.TemporaryDirectory() as folder:
             theirs = Path(folder) / "theirs"
             write_streamed(theirs, before.values(), lambda spec, of=source: [of.tensor(spec)])

@@ -57,15 +57,15 @@ def make_pools() -> dict[str, int]:
     return pools
 
 
-def read_places(data: bytes) -> dict[TensorSpec, tuple[int, int]]:
+def read_offsets(data: bytes) -> dict[TensorSpec, tuple[int, int]]:
     """Return the tensors of a shard that begins like this, and where each begins and ends in the file."""
     length = 8 + int.from_bytes(data[:8], "little")
-    places = dict[TensorSpec, tuple[int, int]]()
+    offsets = dict[TensorSpec, tuple[int, int]]()
     for name, entry in json.loads(data[8:length]).items():
         if name != "__metadata__":
             low, high = entry["data_offsets"]
-            places[TensorSpec(name, entry["dtype"], tuple(entry["shape"]))] = length + low, length + high
-    return places
+            offsets[TensorSpec(name, entry["dtype"], tuple(entry["shape"]))] = length + low, length + high
+    return offsets
 
 
 class SourceShard:
@@ -73,8 +73,8 @@ class SourceShard:
 
     def __init__(self, file: Path, pools: dict[str, int]) -> None:
         opened = os.open(file, os.O_RDONLY)
-        self.places = read_places(os.pread(opened, CHUNK_BYTES, 0))
-        drawn = {spec: low for spec, (low, _) in self.places.items() if not spec.name.endswith("weight_shape")}
+        self.offsets = read_offsets(os.pread(opened, CHUNK_BYTES, 0))
+        drawn = {spec: low for spec, (low, _) in self.offsets.items() if not spec.name.endswith("weight_shape")}
         first = min(drawn.values())
         self._parts: list[Piece] = [(opened, 0, first)]
         self._parts += (window for spec in sorted(drawn, key=drawn.__getitem__) for window in _windows(spec, pools))
@@ -97,7 +97,7 @@ class SourceShard:
             number += 1
 
     def tensor(self, spec: TensorSpec) -> bytes:
-        return b"".join(os.pread(opened, size, offset) for opened, offset, size in self.pieces(*self.places[spec]))
+        return b"".join(os.pread(opened, size, offset) for opened, offset, size in self.pieces(*self.offsets[spec]))
 
 
 def _windows(spec: TensorSpec, pools: dict[str, int]) -> Iterator[Piece]:
@@ -129,7 +129,7 @@ class Incoming:
     digest: Any = field(default_factory=hashlib.sha256)
     num_bytes: int = 0
     num_tensors: int = 0
-    kept: dict[TensorSpec, tuple[int, bytearray]] = field(default_factory=dict)  # with its place in the file
+    samples: dict[TensorSpec, tuple[int, bytearray]] = field(default_factory=dict)  # with its place in the file
 
     def take(self, data: bytes) -> None:
         """Take the next bytes; the first have the whole header."""
@@ -137,15 +137,15 @@ class Incoming:
         begin = self.num_bytes
         self.num_bytes += len(data)
         if begin == 0:
-            places = read_places(data)
-            ordered = sorted(places.values())
+            offsets = read_offsets(data)
+            ordered = sorted(offsets.values())
             assert [low for low, _ in ordered[1:]] == [high for _, high in ordered[:-1]], "gaps or overlaps"
-            self.num_tensors = len(places)
-            self.kept = {spec: (places[spec][0], bytearray(spec.num_bytes)) for spec in sampled(places)}
-        for low, kept in self.kept.values():
-            first, last = max(low, begin), min(low + len(kept), self.num_bytes)
+            self.num_tensors = len(offsets)
+            self.samples = {spec: (offsets[spec][0], bytearray(spec.num_bytes)) for spec in sampled(offsets)}
+        for low, sample in self.samples.values():
+            first, last = max(low, begin), min(low + len(sample), self.num_bytes)
             if first < last:
-                kept[first - low : last - low] = data[first - begin : last - begin]
+                sample[first - low : last - low] = data[first - begin : last - begin]
 
 
 class _Whole(_Handler):
@@ -182,7 +182,7 @@ class _Whole(_Handler):
         if shard.digest.hexdigest() != request["oid"]:
             return self._reply(refused(400, "BadRequest", "The parts do not have the announced sha256"))
         self.hub.num_tensors += shard.num_tensors
-        write_streamed(self.hub.store.blob(request["oid"]), shard.kept, lambda spec: [shard.kept[spec][1]])
+        write_streamed(self.hub.store.blob(request["oid"]), shard.samples, lambda spec: [shard.samples[spec][1]])
         return self._reply(Reply({}))
 
 
@@ -215,9 +215,11 @@ class WholeHub(LoopbackHub):
         self._server.RequestHandlerClass = _Whole
         self.incoming: dict[str, Incoming] = {}
         self.num_tensors = 0
-        self.shards = {one.sha256: one for one in sources.values() if isinstance(one, SourceShard)}
+        self.shards = {source.sha256: source for source in sources.values() if isinstance(source, SourceShard)}
         files = self.store.create(name).files() | {
-            path: Entry(len(one), one) if isinstance(one, bytes) else Entry(one.num_bytes, sha256=one.sha256)
-            for path, one in sources.items()
+            path: Entry(len(source), source)
+            if isinstance(source, bytes)
+            else Entry(source.num_bytes, sha256=source.sha256)
+            for path, source in sources.items()
         }
         self.store.repos[name].commit("main", files)

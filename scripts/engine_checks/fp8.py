@@ -29,26 +29,26 @@ def configs(work: Path) -> dict[str, Any]:
     k3 = work / "k3-tiny"
     if not k3.exists():
         make_k3_tiny(k3)
-    found: dict[str, Any] = {}
+    by_family: dict[str, Any] = {}
     for family, folder, recipe in (("k2", TINY, "kimi-k2-thinking-nvfp4-fp8"), ("k3", k3, "kimi-k3-nvfp4-fp8")):
         source = open_checkpoint(folder)
         plan = plan_conversion(source=source, recipe=load_recipe(recipe))
-        found[family] = config_document(plan, source)["quantization_config"]
-    return found
+        by_family[family] = config_document(plan, source)["quantization_config"]
+    return by_family
 
 
 def check_fp8(engine: Engine, kind: EngineName, work: Path) -> list[str]:
     """Return what is wrong with FP8 layers in an engine."""
     with tempfile.TemporaryDirectory(dir=work) as name:
-        asked, answer = Path(name) / "request.json", Path(name) / "answer.json"
-        asked.write_text(json.dumps({"configs": configs(work), "sizes": SIZES}), encoding="utf-8")
+        request, answer = Path(name) / "request.json", Path(name) / "answer.json"
+        request.write_text(json.dumps({"configs": configs(work), "sizes": SIZES}), encoding="utf-8")
         client = "scripts.engine_checks.clients.fp8_layers"
-        command = [python_of(engine.environment, work), "-m", client, kind, asked, answer]
+        command = [python_of(engine.environment, work), "-m", client, kind, request, answer]
         done = subprocess.run(command, env=engine.variables(work), check=False, capture_output=True, text=True)
         if not answer.is_file():
             return [f"FP8 layers: the client stopped: {done.stderr.strip().rpartition(chr(10))[2]}"]
-        found = json.loads(answer.read_text(encoding="utf-8"))
-    problems = list(found["problems"])
-    if found["mixed_up"] != MIXED_UP[kind]:
-        problems.append(f"FP8 layers: of g_proj as NVIDIA writes it, {found['mixed_up']} rows are mixed up")
+        document = json.loads(answer.read_text(encoding="utf-8"))
+    problems = list(document["problems"])
+    if document["mixed_up"] != MIXED_UP[kind]:
+        problems.append(f"FP8 layers: of g_proj as NVIDIA writes it, {document['mixed_up']} rows are mixed up")
     return problems

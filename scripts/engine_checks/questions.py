@@ -71,11 +71,11 @@ def check_questions(engine: Engine, kind: EngineName, work: Path) -> list[str]:
 def ask(engine: Engine, kind: EngineName, request: dict[str, Any], work: Path) -> dict[str, Any]:
     """Return an engine's answers; raises RuntimeError with its last line if it stops."""
     with tempfile.TemporaryDirectory(dir=work) as name:
-        asked = Path(name) / "request.json"
+        request_path = Path(name) / "request.json"
         answer = Path(name) / "answer.json"
-        asked.write_text(json.dumps(request), encoding="utf-8")
+        request_path.write_text(json.dumps(request), encoding="utf-8")
         client = "scripts.engine_checks.clients.questions"
-        command = [python_of(engine.environment, work), "-m", client, kind, asked, answer]
+        command = [python_of(engine.environment, work), "-m", client, kind, request_path, answer]
         done = subprocess.run(command, env=engine.variables(work), check=False, capture_output=True, text=True)
         if not answer.is_file():
             raise RuntimeError(f"{engine.name} stopped: {done.stderr.strip().rpartition(chr(10))[2]}")

@@ -146,13 +146,13 @@ CONVERSIONS = (
     Conversion("gptq, 65,536 tokens", (), tokens=65_536, ids=65_536),
     *(
         Conversion(
-            f"{rule}, FP8 {what}",
+            f"{rule}, FP8 {label}",
             ("--rule", rule, "--layout", "compressed-tensors", "--set", f"fp8=[{roles}]"),
             tokens=0 if rule == "mse" else CALIBRATION_TOKENS,
             modes=(W4A4,),
         )
         for rule in ("mse", "gptq")
-        for what, roles in FP8.items()
+        for label, roles in FP8.items()
     ),
 )
 

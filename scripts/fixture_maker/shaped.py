@@ -106,18 +106,18 @@ def _rolled(rows: torch.Tensor, draw: int) -> Iterator[memoryview]:
 def experts_for(num_bytes: float, shape: K2Shape) -> int:
     """Return the number of experts that makes a MoE layer of about `num_bytes`."""
     moe = (replace(shape, experts=experts, dense_layers=0) for experts in (0, 1))
-    fixed, one = (sum(spec.num_bytes for spec in layer_tensors(layer, 1)) for layer in moe)
-    return max(1, round((num_bytes - fixed) / (one - fixed)))
+    fixed, with_expert = (sum(spec.num_bytes for spec in layer_tensors(layer, 1)) for layer in moe)
+    return max(1, round((num_bytes - fixed) / (with_expert - fixed)))
 
 
 def _chunks(specs: list[TensorSpec], count: int) -> list[list[TensorSpec]]:
     """Cut a list of tensors into `count` runs of about the same number of bytes."""
     total = sum(spec.num_bytes for spec in specs)
-    seen = 0
+    offset = 0
     chunks: list[list[TensorSpec]] = [[] for _ in range(count)]
     for spec in specs:
-        chunks[min(count - 1, seen * count // total)].append(spec)
-        seen += spec.num_bytes
+        chunks[min(count - 1, offset * count // total)].append(spec)
+        offset += spec.num_bytes
     return [chunk for chunk in chunks if chunk]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from command import RunCli, said
+from command import RunCli, messages_of
 from safetensors import safe_open
 
 Damage = Callable[[Path], object]
@@ -45,24 +45,24 @@ def converted(result: Path, tmp_path: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, str]:
     """What a folder holds: a hash of every small file, the size of a large one, the target of a link."""
-    found = {}
+    entries = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
-            found[str(path)] = f"link to {path.readlink()}"
+            entries[str(path)] = f"link to {path.readlink()}"
         elif path.is_file():
             size = path.stat().st_size
-            found[str(path)] = blake3(path.read_bytes()).hexdigest() if size < 1 << 28 else f"{size} bytes"
-    return found
+            entries[str(path)] = blake3(path.read_bytes()).hexdigest() if size < 1 << 28 else f"{size} bytes"
+    return entries
 
 
 def assert_nothing_half_made(dest: Path, existed: dict[str, str]) -> None:
     """What was there is as it was; new shards are whole; nothing new makes the folder look like a checkpoint."""
-    found = contents(dest)
-    assert {name: found.get(name) for name in existed} == existed
-    made = [Path(name) for name in found if name not in existed]
-    assert not [path for path in made if path.suffix == ".tmp"]
-    assert not [path for path in made if path.parent == dest and path.suffix == ".json"]
-    for path in (path for path in made if path.suffix == ".safetensors"):
+    entries = contents(dest)
+    assert {name: entries.get(name) for name in existed} == existed
+    new_paths = [Path(name) for name in entries if name not in existed]
+    assert not [path for path in new_paths if path.suffix == ".tmp"]
+    assert not [path for path in new_paths if path.parent == dest and path.suffix == ".json"]
+    for path in (path for path in new_paths if path.suffix == ".safetensors"):
         with safe_open(path, "pt") as shard:
             for name in shard.keys():  # noqa: SIM118 (the library's object is no mapping)
                 shard.get_tensor(name)
@@ -80,9 +80,9 @@ def refuse(run_cli: RunCli) -> Callable[..., str]:
         existed = contents(dest)
         done = run_cli("run", source, dest, "--device", "cpu", *options)
         assert (done.returncode, done.stdout) == (1, ""), done.stderr
-        assert said(done.stderr).startswith("error: ")
+        assert messages_of(done.stderr).startswith("error: ")
         assert "Traceback" not in done.stderr
-        assert said(done.stderr).count("\n") == 1, "one message, one line"
+        assert messages_of(done.stderr).count("\n") == 1, "one message, one line"
         assert REMEDY.search(done.stderr), f"no remedy: {done.stderr}"
         assert all(word in done.stderr for word in says), done.stderr
         assert contents(source) == before, "the source was touched"

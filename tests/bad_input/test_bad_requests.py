@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import RunCli, command, run, run_here, said, start_cli
+from command import RunCli, command, messages_of, run, run_here, start_cli
 from places import put_into_cache
 
 from k2convert.errors import parse_size
@@ -208,12 +208,12 @@ def test_model_type_of_another_model_is_refused(model_type: object, source: Path
     # DeepSeek-V3 has the same tensor names. Its conversion would be published with Kimi's tags.
     edit_config(source, model_type=model_type, n_group=8)
     message = refuse(source=source, dest=dest)
-    found = "model_type is missing" if model_type is None else f"model_type is {repr(model_type)[:30]}"
-    assert found in message
+    reason = "model_type is missing" if model_type is None else f"model_type is {repr(model_type)[:30]}"
+    assert reason in message
     assert len(message) < 500
     assert "have the names of kimi-k2-thinking, whose model_type is kimi_k2. Use the model's own config.json" in message
     assert not dest.exists()
-    assert found in run_here("inspect", source, code=1).stderr
+    assert reason in run_here("inspect", source, code=1).stderr
 
 
 def test_model_type_inside_a_multimodal_config_is_free(k25: Path, tmp_path: Path, dest: Path) -> None:
@@ -306,7 +306,7 @@ USAGE_ERRORS = [
 def test_senseless_words_are_usage_errors(words: str, expected: str, tiny: Path, dest: Path, run_cli: RunCli) -> None:
     done = run_cli(*({"a": tiny, "b": dest}.get(word, word) for word in words.split()), code=2)
     assert "Traceback" not in done.stderr
-    message = said(done.stderr).splitlines()[-1]
+    message = messages_of(done.stderr).splitlines()[-1]
     assert re.search(expected, message), message
     assert "Value error" not in message
     assert not dest.exists()

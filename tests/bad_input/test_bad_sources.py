@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import peak_of, run_here, said
+from command import messages_of, peak_of, run_here
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
@@ -319,11 +319,11 @@ def test_values_found_bad_on_the_way_leave_no_half_shard_and_the_whole_ones(
 ) -> None:
     damage(source)
     refuse("--workers", "1", source=source, dest=dest, says=[SHARD, *words])
-    made = {path: path.stat().st_mtime_ns for path in dest.glob("*.safetensors")}
-    assert [path.name for path in made] == [SHARD.replace("00002", "00001", 1)]
+    mtimes = {path: path.stat().st_mtime_ns for path in dest.glob("*.safetensors")}
+    assert [path.name for path in mtimes] == [SHARD.replace("00002", "00001", 1)]
     shutil.copy(tiny / SHARD, source)
     run_here("run", source, dest, code=0)
-    assert {path: path.stat().st_mtime_ns for path in made} == made
+    assert {path: path.stat().st_mtime_ns for path in mtimes} == mtimes
 
 
 @pytest.mark.parametrize("harm", ["cut", "removed"])
@@ -348,7 +348,7 @@ def test_null_metadata_is_read_as_the_library_reads_it(source: Path, dest: Path)
 
 
 def test_a_list_is_asked_for_in_plain_words(source: Path, dest: Path) -> None:
-    line = said(run_here("run", source, dest, "--set", "roles=experts,shared_experts", code=1).stderr)
+    line = messages_of(run_here("run", source, dest, "--set", "roles=experts,shared_experts", code=1).stderr)
     assert "roles: must be a list, as in" in line
     assert "tuple" not in line
 

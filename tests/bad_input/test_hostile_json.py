@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run_here, said
+from command import messages_of, run_here
 
 from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES
 from scripts.fixture_maker.damage import edit_header, edit_index, edit_json
@@ -33,12 +33,12 @@ def small(k2_shaped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(k2_shaped, tmp_path / "small"))
 
 
-def places(node: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths_of(node: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every path of a document; of long lists and objects the first and the last."""
     yield way
     keys = list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
     for key in keys if len(keys) <= 16 else [keys[0], keys[-1]]:
-        yield from places(node[key], (*way, key))
+        yield from paths_of(node[key], (*way, key))
 
 
 def replaced(text: str, way: tuple[Any, ...], value: str) -> str:
@@ -53,7 +53,7 @@ def replaced(text: str, way: tuple[Any, ...], value: str) -> str:
 
 def run(*words: str | Path) -> tuple[int, str]:
     done = run_here(*words)
-    lines = said(done.stderr).splitlines()
+    lines = messages_of(done.stderr).splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     assert done.returncode in (0, 1, 3)
     assert len(errors) == (done.returncode != 0), lines
@@ -79,7 +79,7 @@ def test_any_json_at_any_place_ends_in_at_most_one_line(name: str, small: Path, 
     file, is_source, commands = FUZZED[name]
     path = (small if is_source else converted) / file
     text = path.read_text()
-    cases = [(way, value) for way in places(json.loads(text)) for value in VALUES]
+    cases = [(way, value) for way in paths_of(json.loads(text)) for value in VALUES]
     for way, value in random.Random(name).sample(cases, 12):
         path.write_text(replaced(text, way, value))
         for words in commands(small, converted):

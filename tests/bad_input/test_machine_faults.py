@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import RunCli, command, python, said, start_cli
+from command import RunCli, command, messages_of, python, start_cli
 
 SHARD = "model-00002-of-000003.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -44,7 +44,7 @@ def call(shim: Path) -> Call:
 
 
 def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    errors = [line for line in said(done.stderr).splitlines() if line.startswith("error: ")]
+    errors = [line for line in messages_of(done.stderr).splitlines() if line.startswith("error: ")]
     assert (done.returncode, len(errors)) == (1, 1), done.stderr
     assert "Traceback" not in done.stderr
     assert "panicked" not in done.stderr
@@ -217,8 +217,8 @@ def test_an_interrupt_during_the_start_is_one_line(seconds: float, number: int, 
     assert "Traceback" not in errors
     assert process.returncode in (128 + number, 0), errors
     if process.returncode:  # before the verb begins, nothing is known of it
-        (said,) = (line for line in errors.splitlines() if line.startswith("interrupted"))
-        assert said == "interrupted." or said.endswith("The same command resumes")
+        (message,) = (line for line in errors.splitlines() if line.startswith("interrupted"))
+        assert message == "interrupted." or message.endswith("The same command resumes")
 
 
 def test_signals_are_caught_before_the_command_line_is_imported() -> None:

@@ -69,8 +69,8 @@ def test_no_control_is_printed(name: str, k2_shaped: Path, tiny: Path, tmp_path:
     change, words, shown = CASES[name]
     source = shutil.copytree(tiny if "--calibrate" in words else k2_shaped, tmp_path / "source")
     change(source)
-    places = {"out": str(tmp_path / "out")}
-    done = run_cli(*(places.get(word, word.replace("SOURCE", str(source))) for word in words))
+    paths = {"out": str(tmp_path / "out")}
+    done = run_cli(*(paths.get(word, word.replace("SOURCE", str(source))) for word in words))
     printed = done.stdout + done.stderr
     assert "Traceback" not in printed
     assert shown in printed

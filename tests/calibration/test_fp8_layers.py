@@ -37,12 +37,12 @@ def test_the_pass_computes_the_fp8_layers_that_evaluate_computes(cut: Path, mixe
     of_result = WeightReader(open_checkpoint(mixed))
     hidden = torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
     for layer in range(2):
-        found, expected, plain = (
+        output, expected, plain = (
             Attention(reader, f"model.layers.{layer}")(hidden) for reader in (in_pass, of_result, WeightReader(source))
         )
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1], expected[1])
-        assert not torch.equal(found[0], plain[0])
+        assert torch.equal(output[0], expected[0])
+        assert torch.equal(output[1], expected[1])
+        assert not torch.equal(output[0], plain[0])
     for module in ("model.layers.0.mlp", "model.layers.1.mlp.shared_experts"):
         assert torch.equal(read_mlp(in_pass, module)(hidden), read_mlp(of_result, module)(hidden))
 

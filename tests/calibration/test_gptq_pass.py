@@ -20,7 +20,7 @@ from k2convert.calibration.layer_files import (
     Calibration,
     LayerResult,
     conversion_work,
-    drop_quantized,
+    delete_quantized,
     read_layer,
     write_layer,
 )
@@ -109,9 +109,9 @@ def tiny_pass(tiny: Path, tiny_ids: Ids, tmp_path_factory: pytest.TempPathFactor
 
 
 def states(path: Path) -> torch.Tensor:
-    found = load_file(path.with_suffix(".kept"))["hidden_states"]
-    assert found.dtype == torch.bfloat16
-    return found.float()
+    hidden = load_file(path.with_suffix(".kept"))["hidden_states"]
+    assert hidden.dtype == torch.bfloat16
+    return hidden.float()
 
 
 def decoded(weight: Nvfp4Weight) -> LinearLayer:
@@ -121,9 +121,9 @@ def decoded(weight: Nvfp4Weight) -> LinearLayer:
 
 
 def decided(work: WorkFolder, layer: int) -> GptqLayer:
-    found = read_layer(work, layer).gptq
-    assert found is not None
-    return found
+    gptq = read_layer(work, layer).gptq
+    assert gptq is not None
+    return gptq
 
 
 @pytest.mark.slow
@@ -148,19 +148,19 @@ def test_the_second_stream_is_what_the_converted_layer_gives(
         scaled = x * torch.as_tensor(factors.astype(np.float32))
         for expert in range(routing.scores.shape[1]):
             tokens, p = routing.tokens_of(expert)
-            found = [codes.converted(f"model.layers.{layer}.mlp.experts.{expert}.{k}_proj") for k in KINDS]
-            assert found[0].global_scale == found[1].global_scale
-            mlp = Mlp(*map(decoded, found))
+            weights = [codes.converted(f"model.layers.{layer}.mlp.experts.{expert}.{k}_proj") for k in KINDS]
+            assert weights[0].global_scale == weights[1].global_scale
+            mlp = Mlp(*map(decoded, weights))
             result[tokens] += mlp(scaled[tokens]) * p[:, None]
-    found = states(work.path("residual", layer + 1)).flatten(0, 1)
-    torch.testing.assert_close(exact - result, found, rtol=2.0**-8, atol=1e-5 * float(exact.abs().max()))
+    residual = states(work.path("residual", layer + 1)).flatten(0, 1)
+    torch.testing.assert_close(exact - result, residual, rtol=2.0**-8, atol=1e-5 * float(exact.abs().max()))
     assert torch.equal(exact.bfloat16().float(), states(work.path("hidden", layer + 1)).flatten(0, 1))
 
 
 def test_each_layer_gives_more_of_the_int4_layer_than_rule_mse(tiny_pass: WorkFolder) -> None:
     for layer in (1, 2, 3):
-        found = decided(tiny_pass, layer)
-        for errors in (found.fitted, found.held_out):
+        gptq = decided(tiny_pass, layer)
+        for errors in (gptq.fitted, gptq.held_out):
             assert errors.gptq_error < errors.mse_error
             assert (errors.inherited_error == 0) == (layer == 1), "only the first MoE layer has nothing before it"
     assert read_layer(tiny_pass, 0) == LayerResult(dropped=0), "a dense layer decides nothing"
@@ -172,11 +172,11 @@ def test_the_held_out_error_is_that_of_the_streams_on_the_windows_that_are_kept_
 ) -> None:
     """The streams are equal before the first layer with experts."""
     assert not states(tiny_pass.path("residual", 1)).any()
-    found = decided(tiny_pass, layer)
+    gptq = decided(tiny_pass, layer)
     exact, residual = (states(tiny_pass.path(kind, layer + 1)).double() for kind in ("hidden", "residual"))
     errors = residual.square().sum(dim=2) / exact.square().sum(dim=2)
-    assert found.held_out.gptq_error == pytest.approx(float(errors[7:].mean()), rel=1e-3)
-    assert 0 < found.fitted.gptq_error == pytest.approx(float(errors[6].mean()), rel=1e-3), "as many as kept out"
+    assert gptq.held_out.gptq_error == pytest.approx(float(errors[7:].mean()), rel=1e-3)
+    assert 0 < gptq.fitted.gptq_error == pytest.approx(float(errors[6].mean()), rel=1e-3), "as many as kept out"
 
 
 @pytest.mark.slow
@@ -185,7 +185,9 @@ def test_windows_that_are_kept_out_change_no_code_and_no_exponent(cut: Path, tmp
     ids = windows_of(cut, tokens=18 * 32, window=32)
     other = ids.copy()
     other[held_out(18)] = np.random.default_rng(0).integers(0, 2048, size=(1, 32))
-    works = [passed(conversion_work(tmp_path / str(n)), planned(cut, found)) for n, found in enumerate((ids, other))]
+    works = [
+        passed(conversion_work(tmp_path / str(n)), planned(cut, windows)) for n, windows in enumerate((ids, other))
+    ]
     assert len({work.path("codes", 1).read_bytes() for work in works}) == 1
     assert len({read_layer(work, 1).exponents for work in works}) == 1
     first, second = (decided(work, 1) for work in works)
@@ -201,9 +203,9 @@ def test_one_window_in_sixteen_is_kept_out() -> None:
 
 def test_a_single_window_has_no_held_out_error(cut: Path, tmp_path: Path) -> None:
     ids = windows_of(cut, tokens=64, window=64)
-    found = decided(passed(conversion_work(tmp_path / "one"), planned(cut, ids)), 1)
-    assert found.held_out is None
-    assert found.fitted.gptq_error > 0
+    gptq = decided(passed(conversion_work(tmp_path / "one"), planned(cut, ids)), 1)
+    assert gptq.held_out is None
+    assert gptq.fitted.gptq_error > 0
 
 
 class Stop(Exception):  # noqa: N818 - the test's own
@@ -217,7 +219,7 @@ def test_workers_stops_and_beginning_again_change_no_byte(cut: Path, tmp_path: P
     assert "codes-001.safetensors" in whole
     work = conversion_work(tmp_path / "three workers")
     assert files_of(passed(work, planned(cut, ids, workers=3))) == whole
-    drop_quantized(work, 1)
+    delete_quantized(work, 1)
     work.forget(0, num_layers=2)
     assert work.num_finished() == 0
     assert files_of(passed(work, planned(cut, ids))) == whole
@@ -264,13 +266,13 @@ def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path
         errors = [0.0, 0.0]
         for expert in range(16):
             sources = [reader.read_source(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
-            found = [codes.converted(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
-            mse = [quantize_mse(source, codes.global_scale) for source, codes in zip(sources, found, strict=True)]
+            gptq = [codes.converted(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
+            mse = [quantize_mse(source, codes.global_scale) for source, codes in zip(sources, gptq, strict=True)]
             tokens, p = routing.tokens_of(expert)
             expected = Mlp(*(LinearLayer(exact_weight(source)) for source in sources))(x[tokens])
-            for place, weights in enumerate((found, mse)):
+            for index, weights in enumerate((gptq, mse)):
                 lost = (Mlp(*map(decoded, weights))(x[tokens]) - expected) * p[:, None]
-                errors[place] += float((lost.square().sum(dim=1) / after[tokens].square().sum(dim=1)).sum())
+                errors[index] += float((lost.square().sum(dim=1) / after[tokens].square().sum(dim=1)).sum())
     assert errors[0] < 1.03 * errors[1]
 
 
@@ -289,10 +291,10 @@ def test_gate_and_up_dealt_out_to_two_devices_are_those_of_one(
 
     monkeypatch.setattr(MlpWeights, "read", noted)
     layer_pass = planned(cut, windows_of(cut, tokens=512, window=64))
-    found = list[dict[str, bytes]]()
+    files = list[dict[str, bytes]]()
     for number, devices in enumerate((("cpu:0",), ("cpu:0", "cpu:1"))):
-        found.append(files_of(passed(conversion_work(tmp_path / str(number)), on(devices, layer_pass))))
-    assert found[0] == found[1]
+        files.append(files_of(passed(conversion_work(tmp_path / str(number)), on(devices, layer_pass))))
+    assert files[0] == files[1]
     assert {"gate_proj 0 cpu:0", "gate_proj 1 cpu:1", "gate_proj 2 cpu:0", "up_proj 3 cpu:1"} <= set(used)
 
 
@@ -326,14 +328,14 @@ def test_shared_experts_and_the_dense_mlp_lose_less_than_by_mse(cut: Path, tiny_
 def test_experts_are_the_same_with_and_without_another_layers_role(cut: Path, tmp_path: Path) -> None:
     """Gate and up of the experts have the damped Hessian of the same input, whatever else the recipe converts."""
     ids = windows_of(cut, tokens=512, window=64)
-    found = list[dict[str, Nvfp4Weight]]()
+    weights = list[dict[str, Nvfp4Weight]]()
     for number, roles in enumerate((("experts",), ("experts", "shared_experts"))):
         work = passed(conversion_work(tmp_path / str(number)), planned(cut, ids), smoothing=False, roles=roles)
         with Calibration(work) as codes:
             names = [f"model.layers.1.mlp.experts.{expert}.gate_proj" for expert in range(4)]
-            found.append({name: codes.converted(name) for name in names})
-    for name, weight in found[0].items():
-        np.testing.assert_array_equal(weight.packed, found[1][name].packed)
+            weights.append({name: codes.converted(name) for name in names})
+    for name, weight in weights[0].items():
+        np.testing.assert_array_equal(weight.packed, weights[1][name].packed)
 
 
 def order(count: int) -> NDArray[np.int64]:

@@ -19,6 +19,6 @@ from k2convert.text.windows import Windows
 )
 def test_a_dense_layer_takes_fewer_windows_at_one_time(window: int, chunk: int, device: str, windows: int) -> None:
     ids = np.zeros((16, window), dtype=np.int64)
-    found = PassText(Windows(ids, (), (), ids.size, window, 0), chunk, (device,), 2)
-    assert found.windows_at_once(dense=True) == windows
-    assert found.windows_at_once(dense=False) == chunk
+    text = PassText(Windows(ids, (), (), ids.size, window, 0), chunk, (device,), 2)
+    assert text.windows_at_once(dense=True) == windows
+    assert text.windows_at_once(dense=False) == chunk

@@ -108,7 +108,7 @@ SHAPE = K2Shape(
 def test_four_times_the_tokens_take_no_more_memory(tmp_path: Path) -> None:
     """The tensors of a layer would be 300 MB larger."""
     source = make_k2_shaped(tmp_path / "k2", shape=SHAPE)
-    found: list[int] = []
+    peaks: list[int] = []
     for windows in (16, 64):
         words = [source, tmp_path / str(windows), windows, Path(__file__).parent]
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}  # what is freed goes back to the system
@@ -117,5 +117,5 @@ def test_four_times_the_tokens_take_no_more_memory(tmp_path: Path) -> None:
             [sys.executable, "-c", PASS, *map(str, words)], capture_output=True, text=True, env=environment, check=False
         )
         assert done.returncode == 0, done.stderr
-        found.append(int(done.stdout))
-    assert found[1] - found[0] < 40 * MB, found
+        peaks.append(int(done.stdout))
+    assert peaks[1] - peaks[0] < 40 * MB, peaks

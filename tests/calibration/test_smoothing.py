@@ -29,7 +29,7 @@ from k2convert.forward.weights import WeightReader
 from k2convert.models.projections import load_projection
 from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits, scale_bits, scale_fp32
 from scripts.fixture_maker.damage import edit_tensor
-from tests.forward.observers import Seen
+from tests.forward.observers import Recorder
 
 LAYER = 1
 STEM = f"model.layers.{LAYER}"
@@ -84,32 +84,32 @@ def test_the_search_lowers_the_error_of_every_block_it_changes() -> None:
     proxy = proxy_of(random_weight(96, 64, seed=4))
     free = np.ones(64, dtype=np.bool_)
     free[37] = False
-    found = descend(proxy, free=free)
+    exponents = descend(proxy, free=free)
     before = proxy.errors(np.zeros(64, np.int8))
-    after = proxy.errors(found)
-    changed = found.reshape(4, 16).any(axis=1)
+    after = proxy.errors(exponents)
+    changed = exponents.reshape(4, 16).any(axis=1)
     assert changed.any()
     assert (after[changed] < before[changed] * 0.9995).all()
     np.testing.assert_array_equal(after[~changed], before[~changed])
-    assert found[37] == 0, "a channel that is not free"
+    assert exponents[37] == 0, "a channel that is not free"
     assert after.sum() < 0.9 * before.sum()
-    assert np.abs(found).max() <= 2, "one pass"
+    assert np.abs(exponents).max() <= 2, "one pass"
 
 
 def test_the_same_seed_finds_the_same_exponents_with_any_number_of_threads(tiny: Path) -> None:
     inputs = draw_hidden_states(torch.ones(HIDDEN), config={}, layer=LAYER, tokens=256)
     mean_square = inputs.square().mean(dim=0).numpy()
     before = torch.get_num_threads()
-    found = []
+    exponents = []
     with closing(WeightReader(open_checkpoint(tiny))) as reader:
         try:
             for threads in (1, 2):
                 torch.set_num_threads(threads)
-                found.append(find_exponents(reader, LAYER, inputs=inputs, mean_square=mean_square, seed=7))
+                exponents.append(find_exponents(reader, LAYER, inputs=inputs, mean_square=mean_square, seed=7))
         finally:
             torch.set_num_threads(before)
-    np.testing.assert_array_equal(*found)
-    assert found[0].any()
+    np.testing.assert_array_equal(*exponents)
+    assert exponents[0].any()
 
 
 def test_rows_are_the_sources_and_drawn_by_the_seed(tiny: Path) -> None:
@@ -136,8 +136,8 @@ def test_the_tensors_of_a_wrapped_model_are_found(tiny: Path, k25: Path) -> None
     by_max, wrapped = (find_scaled_tensors(open_checkpoint(folder), LAYER) for folder in (tiny, k25))
     assert wrapped.norm.name == f"language_model.{by_max.norm.name}"
     assert [t.name for t in wrapped.routers] == [f"language_model.{t.name}" for t in by_max.routers]
-    for found, expected in ((wrapped.experts, by_max.experts), (wrapped.shared, by_max.shared)):
-        assert {p.module for p in found} == {f"language_model.{p.module}" for p in expected}
+    for prefixed, plain in ((wrapped.experts, by_max.experts), (wrapped.shared, by_max.shared)):
+        assert {p.module for p in prefixed} == {f"language_model.{p.module}" for p in plain}
 
 
 def plant(values: Tensor, value: float, *, row: int | None = 2, column: int = 40) -> Tensor:
@@ -155,7 +155,7 @@ SCALES = f"{STEM}.mlp.experts.5.gate_proj.weight_scale"
 
 @pytest.mark.quick(8)
 @pytest.mark.parametrize(
-    ("name", "change", "kept"),
+    ("name", "change", "unscaled"),
     [
         (NORM, lambda t: plant(t, 0.0, row=None), [40]),
         (NORM, lambda t: plant(t, -0.0, row=None), [40]),
@@ -179,7 +179,7 @@ SCALES = f"{STEM}.mlp.experts.5.gate_proj.weight_scale"
     ],
 )
 def test_a_channel_that_cannot_be_scaled_exactly_is_kept(
-    name: str, change: Callable[[Tensor], Tensor], kept: list[int], tiny: Path, tmp_path: Path
+    name: str, change: Callable[[Tensor], Tensor], unscaled: list[int], tiny: Path, tmp_path: Path
 ) -> None:
     """Everything else can be: the functions that scale a checkpoint accept 2^-4 and 2^4 on every other channel."""
     folder = Path(shutil.copytree(tiny, tmp_path / "planted"))
@@ -188,7 +188,7 @@ def test_a_channel_that_cannot_be_scaled_exactly_is_kept(
     tensors = find_scaled_tensors(checkpoint, LAYER)
     with ShardReader(checkpoint.path) as shards:
         usable = exactly_scalable(shards, tensors)
-        assert np.flatnonzero(~usable).tolist() == kept
+        assert np.flatnonzero(~usable).tolist() == unscaled
         for exponent in (-4, 4):
             exponents = np.where(usable, exponent, 0).astype(np.int8)
             for tensor, steps in ((tensors.norm, exponents), (tensors.routers[0], -exponents)):
@@ -208,10 +208,10 @@ def test_nothing_is_scaled_by_fewer_tokens_than_the_search_takes(tiny: Path, tmp
     with closing(WeightReader(open_checkpoint(folder))) as reader:
         layer = DecoderLayer(reader, LAYER)
         for tokens in (SAMPLED_TOKENS - 1, SAMPLED_TOKENS):
-            seen = Seen()
-            layer.run(torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(0)), seen)
+            observer = Recorder()
+            layer.run(torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(0)), observer)
             accumulator = LayerAccumulator(LAYER, num_experts=16, seed=0)
-            [inputs], [routing] = seen.inputs, seen.routings
+            [inputs], [routing] = observer.inputs, observer.routings
             assert routing is not None
             accumulator.add(inputs, routing, torch.ones(tokens, dtype=torch.float64))
             exponents = accumulator.find_exponents(reader)

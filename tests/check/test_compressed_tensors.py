@@ -45,12 +45,12 @@ def library(folder: Path) -> Callable[[Tensors], Tensor]:
 
 def projections(folder: Path) -> dict[str, Tensors]:
     """The tensors of every quantized projection, as the library names them."""
-    found: dict[str, Tensors] = {}
+    modules: dict[str, Tensors] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(shard).items():
             module, _, parameter = name.rpartition(".")
-            found.setdefault(module, {})[parameter] = tensor
-    return {module: state for module, state in found.items() if "weight_packed" in state}
+            modules.setdefault(module, {})[parameter] = tensor
+    return {module: state for module, state in modules.items() if "weight_packed" in state}
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -63,10 +63,10 @@ def test_it_reads_the_numbers_of_a_result(rule: str, activations: str, tiny: Pat
     options = ["--rule", rule, "--layout", "compressed-tensors", "--activations", activations, "--json"]
     assert run("run", tiny, tmp_path / "out", *options) == 0
     decode = library(tmp_path / "out")
-    found = projections(tmp_path / "out")
-    assert len(found) == 144
+    states = projections(tmp_path / "out")
+    assert len(states) == 144
     with torch.compiler.set_stance("force_eager"):  # old releases compile their unpacking
-        for state in found.values():
+        for state in states.values():
             stored = state["weight_global_scale"].item()
             global_scale = float(np.float32(1.0 / stored))
             ours = Nvfp4Weight(bytes_of(state["weight_packed"]), bytes_of(state["weight_scale"]), global_scale)
@@ -75,9 +75,9 @@ def test_it_reads_the_numbers_of_a_result(rule: str, activations: str, tiny: Pat
 
 def test_it_reads_the_numbers_of_a_source(tiny: Path) -> None:
     decode = library(tiny)
-    found = projections(tiny)
-    assert len(found) == 144
-    for state in found.values():
+    states = projections(tiny)
+    assert len(states) == 144
+    for state in states.values():
         scale_bits = state["weight_scale"].view(torch.uint16).numpy()
         ours = Bf16Weight(Int4Weight(bytes_of(state["weight_packed"]), scale_bits).bits)
         assert np.array_equal(decode(state).view(torch.uint16).numpy(), ours.bits)

@@ -46,11 +46,11 @@ def evaluate(
     )
 
 
-def assert_measured(found: WeightMetrics, expected: tuple[int, int, float, float, float]) -> None:
-    assert (found.num_nonzero, found.equal_nonzero) == expected[:2]
-    assert math.isclose(found.energy, expected[2], rel_tol=1e-14)
-    assert found.squared_error == pytest.approx(expected[3], rel=1e-13, abs=0, nan_ok=True)
-    assert found.max_error_steps is None or found.max_error_steps == expected[4]
+def assert_measured(metrics: WeightMetrics, expected: tuple[int, int, float, float, float]) -> None:
+    assert (metrics.num_nonzero, metrics.equal_nonzero) == expected[:2]
+    assert math.isclose(metrics.energy, expected[2], rel_tol=1e-14)
+    assert metrics.squared_error == pytest.approx(expected[3], rel=1e-13, abs=0, nan_ok=True)
+    assert metrics.max_error_steps is None or metrics.max_error_steps == expected[4]
 
 
 def exact_weights(source: Int4Weight) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -79,9 +79,9 @@ def test_figures_of_any_bytes_equal_a_plain_evaluation_whatever_the_instructions
     try:
         for name in {"portable", before}:
             _cpu.use_instructions(name)
-            found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
-            assert_measured(found, expected)
-            figures.add(tuple(repr(getattr(found, name)) for name in ERROR))
+            metrics = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+            assert_measured(metrics, expected)
+            figures.add(tuple(repr(getattr(metrics, name)) for name in ERROR))
     finally:
         _cpu.use_instructions(before)
     assert len(figures) == 1
@@ -96,12 +96,12 @@ def test_one_flipped_bit_is_seen() -> None:
     before = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=2.0**-12)
     minus_zero = 0
     for part in (packed.reshape(-1), block_scales.reshape(-1)):
-        for place in range(part.size):
+        for index in range(part.size):
             for bit in range(8):
-                part[place] ^= 1 << bit
+                part[index] ^= 1 << bit
                 after = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=2.0**-12)
                 minus_zero += after == before
-                part[place] ^= 1 << bit
+                part[index] ^= 1 << bit
     zeros = sum(int((half == 0).sum()) for half in (packed & 15, packed >> 4))
     assert minus_zero == zeros
 
@@ -112,10 +112,10 @@ def test_figures_of_bf16_weights_equal_a_plain_evaluation() -> None:
     rng = np.random.default_rng(8)
     packed = rng.integers(0, 256, (24, 256), dtype=np.uint8)
     block_scales = rng.integers(0, 0x7F, (24, 32), dtype=np.uint8)
-    found = measure_decoded(bf16_weight(source), packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+    metrics = measure_decoded(bf16_weight(source), packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
     weight = source.double().numpy().reshape(-1)
-    assert found.max_error_steps is None
-    assert_measured(found, evaluate(weight, np.zeros_like(weight), packed, block_scales))
+    assert metrics.max_error_steps is None
+    assert_measured(metrics, evaluate(weight, np.zeros_like(weight), packed, block_scales))
 
 
 @pytest.mark.parametrize("maker", ["trained", "any-bytes", "zeros"])

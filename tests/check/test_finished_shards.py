@@ -109,11 +109,11 @@ def test_tensors_that_changed_places_in_the_header_are_found(task: ShardTask) ->
     """Only the names are swapped: dtypes, shapes and places stay."""
 
     def change(data: bytearray) -> None:
-        one, other = (f'model.layers.2.mlp.experts.{e}.down_proj.weight_scale"'.encode() for e in (0, 1))
-        first, second = sorted((data.index(one), data.index(other)))
-        data[first : first + len(one)], data[second : second + len(one)] = (
-            data[second : second + len(one)],
-            data[first : first + len(one)],
+        name, other = (f'model.layers.2.mlp.experts.{e}.down_proj.weight_scale"'.encode() for e in (0, 1))
+        first, second = sorted((data.index(name), data.index(other)))
+        data[first : first + len(name)], data[second : second + len(name)] = (
+            data[second : second + len(name)],
+            data[first : first + len(name)],
         )
 
     with pytest.raises(InvalidCheckpointError, match="not the nearest"):
@@ -133,10 +133,10 @@ def test_another_file_and_figures_that_are_not_those_of_the_bytes_are_found(task
 def test_a_plan_that_reads_the_wrong_place_is_found_and_the_shard_is_removed(task: ShardTask) -> None:
     """A tensor is copied from the place of another one of the same form."""
     copies = [step for step in task.shard.steps if isinstance(step, CopyStep)]
-    one, other = next((a, b) for a in copies for b in copies if a is not b and a.tensor.shape == b.tensor.shape)
-    wrong = replace(one, tensor=one.tensor._replace(begin=other.tensor.begin, end=other.tensor.end))
-    steps = tuple(wrong if step is one else step for step in task.shard.steps)
-    with pytest.raises(InvalidCheckpointError, match=f"{one.tensor.name}: .* bytes are not the source's"):
+    original, other = next((a, b) for a in copies for b in copies if a is not b and a.tensor.shape == b.tensor.shape)
+    wrong = replace(original, tensor=original.tensor._replace(begin=other.tensor.begin, end=other.tensor.end))
+    steps = tuple(wrong if step is original else step for step in task.shard.steps)
+    with pytest.raises(InvalidCheckpointError, match=f"{original.tensor.name}: .* bytes are not the source's"):
         sent_record(replace(task, shard=replace(task.shard, steps=steps)))
     assert not (task.destination / SHARD).exists()
 
@@ -157,10 +157,10 @@ class Sent:
 
     def validate(self, *changed: ShardRecord) -> ValidationReport:
         """Validate with some records replaced."""
-        found = {record.shard: record for record in (*self.records, *changed)}
+        records = {record.shard: record for record in (*self.records, *changed)}
         headers = output_headers(self.job.plan, source={})
         source = self.job.source.checkpoint
-        return validate_sent(self.left, headers=headers, source=source, records=list(found.values()))
+        return validate_sent(self.left, headers=headers, source=source, records=list(records.values()))
 
 
 def all_sent(job: Job) -> tuple[Job, list[ShardRecord]]:
@@ -202,12 +202,12 @@ def test_findings_on_single_shards_give_the_verdict_on_the_whole_folder(sent: Se
 
 def assert_same_verdict(sent: Sent) -> None:
     """The findings on shards give the report on the folder."""
-    found = sent.validate()
+    report = sent.validate()
     whole = validate_checkpoint(folder=sent.job.destination.folder, source=sent.job.source.checkpoint)
-    assert found.passed
-    assert found.contract.unchecked == []
-    assert found.contract.rules == whole.contract.rules
-    assert replace(found.weights, journal_compared=0) == replace(whole.weights, journal_compared=0)
+    assert report.passed
+    assert report.contract.unchecked == []
+    assert report.contract.rules == whole.contract.rules
+    assert replace(report.weights, journal_compared=0) == replace(whole.weights, journal_compared=0)
 
 
 def test_a_shard_that_was_not_validated_fails(sent: Sent) -> None:

@@ -129,14 +129,14 @@ def of_scalars(change: Callable[[Any, Any, float], bytes]) -> Patch:
     return setting(CheckpointLayout, "encode_scalar", lambda self, value: change(right, self, value))
 
 
-def of_places(one: str, other: str) -> Patch:
+def of_places(first: str, second: str) -> Patch:
     """The source's tensors of two modules are taken for each other."""
-    return of_names(lambda name: name.replace(one, "\0").replace(other, one).replace("\0", other))
+    return of_names(lambda name: name.replace(first, "\0").replace(second, first).replace("\0", second))
 
 
 def next_expert(name: str) -> str:
     """Return the name of the next of four experts."""
-    return re.sub(r"\.experts\.([0-3])\.", lambda found: f".experts.{(int(found[1]) + 1) % 4}.", name)
+    return re.sub(r"\.experts\.([0-3])\.", lambda match: f".experts.{(int(match[1]) + 1) % 4}.", name)
 
 
 def of_names(renamed: Callable[[str], str]) -> Patch:
@@ -144,7 +144,7 @@ def of_names(renamed: Callable[[str], str]) -> Patch:
     find, single = plan.find_projections, shards.projection_of
     fields = ("packed", "scale", "shape")
 
-    def found(source: Any, names: Any, roles: Any) -> Any:
+    def projections(source: Any, names: Any, roles: Any) -> Any:
         right = find(source, names, roles)
         return {m: replace(p, **{f: getattr(right[renamed(m)], f) for f in fields}) for m, p in right.items()}
 
@@ -154,13 +154,13 @@ def of_names(renamed: Callable[[str], str]) -> Patch:
         wrong = {f: source.tensors[renamed(tensor.name)] for f, tensor in own.items()}
         return replace(right, **wrong)
 
-    return each(setting(plan, "find_projections", found), setting(shards, "projection_of", projection))
+    return each(setting(plan, "find_projections", projections), setting(shards, "projection_of", projection))
 
 
 def of_tensors(pattern: str, change: Callable[[Any], Any]) -> Patch:
     """Bytes of the tensors of some names are changed whenever they are read."""
-    found = re.compile(pattern)
-    return of_reader(lambda data, tensor, begin: change(data) if found.search(tensor.name) else data)
+    regex = re.compile(pattern)
+    return of_reader(lambda data, tensor, begin: change(data) if regex.search(tensor.name) else data)
 
 
 def of_dtypes(pattern: str, before: str, after: str) -> Patch:
@@ -191,21 +191,21 @@ def of_shapes(pattern: str) -> Patch:
     return each(setting(plan.CopyStep, "outputs", property(written)), setting(header, "_tensor_info", info))
 
 
-def of_offsets(one: str, other: str) -> Patch:
+def of_offsets(name: str, other: str) -> Patch:
     """Two tensors of a result are at each other's offsets, where it is written and where it is read."""
     encode, parse = resources.encode_header, header.parse_header
 
     def encoded(tensors: Any, **options: Any) -> bytes:
         raw = encode(tensors, **options).decode("latin-1")
-        names = {f'"{one}"': f'"{other}"', f'"{other}"': f'"{one}"'}
-        return re.sub("|".join(map(re.escape, names)), lambda name: names[name[0]], raw).encode("latin-1")
+        names = {f'"{name}"': f'"{other}"', f'"{other}"': f'"{name}"'}
+        return re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], raw).encode("latin-1")
 
     def parsed(raw: bytes, **options: Any) -> Any:
-        found = parse(raw, **options)
-        if one in found.tensors and other in found.tensors and b"weight_scale_2" in raw:
-            first, second = found.tensors[one], found.tensors[other]
-            found.tensors[one], found.tensors[other] = second._replace(name=one), first._replace(name=other)
-        return found
+        shard = parse(raw, **options)
+        if name in shard.tensors and other in shard.tensors and b"weight_scale_2" in raw:
+            first, second = shard.tensors[name], shard.tensors[other]
+            shard.tensors[name], shard.tensors[other] = second._replace(name=name), first._replace(name=other)
+        return shard
 
     read = each(setting(resources, "parse_header", parsed), setting(header, "parse_header", parsed))
     return each(setting(resources, "encode_header", encoded), read)
@@ -300,8 +300,8 @@ def swapped_bytes(data: Any) -> Any:
     return data.reshape(-1, 4)[:, ::-1].reshape(-1)
 
 
-def zero(array: Any, place: Any) -> Any:
-    array[place] = 0
+def zero(array: Any, index: Any) -> Any:
+    array[index] = 0
     return array
 
 
@@ -377,9 +377,9 @@ CHANGES: dict[str, Any] = {
 ROW_OFF = CHANGES["codes a row off"]
 
 
-def changed(what: str, fixture: str, patch_of: Any, recipe: dict[str, Any]) -> dict[str, Any]:
+def changed(subject: str, fixture: str, patch_of: Any, recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the changes that any weight may have, planted where it is read or written."""
-    return {f"{what} {name}": (fixture, patch_of(change), recipe) for name, change in CHANGES.items()}
+    return {f"{subject} {name}": (fixture, patch_of(change), recipe) for name, change in CHANGES.items()}
 
 
 FAULTS: dict[str, Any] = {

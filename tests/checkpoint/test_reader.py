@@ -92,10 +92,10 @@ def test_what_was_not_cached_is_not_cached_afterwards(shard: Path) -> None:
 @pytest.mark.parametrize("page_bytes", [4096, 65536])
 def test_the_cache_is_asked_for_whole_pages(page_bytes: int, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An ARM kernel may have pages of 64 KB; `mincore` refuses an address within a page."""
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
 
     def mincore(address: ctypes.c_void_p, length: ctypes.c_size_t, resident: ctypes.c_void_p) -> int:
-        asked.append(((address.value or 0) - start, length.value))
+        requests.append(((address.value or 0) - start, length.value))
         num_pages = -(-length.value // page_bytes)
         ctypes.memmove(resident, bytes([0] + [1] * (num_pages - 1)), num_pages)
         return 0
@@ -107,7 +107,7 @@ def test_the_cache_is_asked_for_whole_pages(page_bytes: int, shard: Path, monkey
         start = cache._address
         assert not cache.holds_most(page_bytes + 77, 3 * page_bytes)
         assert cache.holds_most(2 * page_bytes, NUM_BYTES + 1)
-    assert asked == [(page_bytes, 2 * page_bytes), (2 * page_bytes, NUM_BYTES - 2 * page_bytes)]
+    assert requests == [(page_bytes, 2 * page_bytes), (2 * page_bytes, NUM_BYTES - 2 * page_bytes)]
 
 
 @pytest.mark.parametrize("prepare", [drop_from_cache, keep_in_cache])
@@ -128,9 +128,9 @@ def test_bytes_are_compared_to_the_last_one(size: int) -> None:
         part = data[offset : offset + size]
         assert same_bytes(part, part.copy())
         assert not same_bytes(part, np.append(part, np.uint8(0)))
-        for place in range(size):
+        for index in range(size):
             other = part.copy()
-            other[place] ^= 1
+            other[index] ^= 1
             assert not same_bytes(part, other)
 
 
@@ -166,18 +166,18 @@ def mutated(draw: random.Random) -> bytes:
     text = bytearray(HEADER)
     for _ in range(draw.randint(1, 2)):
         targets = [i for i, byte in enumerate(text) if chr(byte) in '0123456789"[]{},:']
-        place = draw.choice(targets) if draw.random() < 0.5 else draw.randrange(len(text))
+        index = draw.choice(targets) if draw.random() < 0.5 else draw.randrange(len(text))
         # No minus sign: "-0" is 0 to Python and an error to the library, and harmless.
         new = draw.choice(b'0123456789.eE"[]{},: nulltrue\\\x00\xff')
         match draw.randrange(4):
             case 0:
-                text[place] = new
+                text[index] = new
             case 1:
-                del text[place]
+                del text[index]
             case 2:
-                text.insert(place, text[place])
+                text.insert(index, text[index])
             case _:
-                text.insert(place, new)
+                text.insert(index, new)
     return bytes(text)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import run_here, said
+from command import messages_of, run_here
 
 from k2convert.cli.options import check_new_place, check_source
 from k2convert.errors import HubError
@@ -45,8 +45,8 @@ def refused(*words: str | Path) -> str:
     """Run a command that must end at once in one line and exit code 1, and return the line."""
     done = run_here(*words)
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
-    assert said(done.stderr).startswith("error: ")
-    assert said(done.stderr).count("\n") == 1
+    assert messages_of(done.stderr).startswith("error: ")
+    assert messages_of(done.stderr).count("\n") == 1
     return done.stderr
 
 

@@ -192,11 +192,11 @@ def test_uploads_that_fail_and_are_sent_again_leave_an_eta(steps: list[tuple[flo
 
 
 def test_the_summary_for_status_has_the_unit_of_layers() -> None:
-    kept: list[str] = []
+    summaries: list[str] = []
     extent = Extent({"convert": (1000, 0), "calibrate": (400, 0)}, 5, 2, layer_tokens=100)
     counts = Display(extent)
-    counts.begun(extent, keep=kept.append)
-    summary = json.loads(kept[-1])
+    counts.begun(extent, keep=summaries.append)
+    summary = json.loads(summaries[-1])
     assert summary == counts.summary()
     assert summary["phases"]["calibrate"] == {"done": 0, "total": 400, "rate": None, "unit": 100}
 

@@ -77,9 +77,9 @@ def wrong(file: str, text: str) -> set[str]:
 
 
 def test_every_option_that_is_named_exists_where_it_is_named() -> None:
-    found = {(file, *sorted(options)) for file, text in named() if (options := wrong(file, text))}
-    assert not found, (
-        f"{found}: no verb that comes to this file has it. Correct it, or list it in OTHERS (another program's), "
+    errors = {(file, *sorted(options)) for file, text in named() if (options := wrong(file, text))}
+    assert not errors, (
+        f"{errors}: no verb that comes to this file has it. Correct it, or list it in OTHERS (another program's), "
         "or in NEXT (that of a verb which is proposed), or add the verb that comes there to VERBS"
     )
 
@@ -105,17 +105,17 @@ FLAGS = {"text": "calibrate", "private": "public"}  # options that the command l
 
 def named_options(module: ast.Module) -> set[str]:
     """The options that a module declares, sets or reads."""
-    found = set[str]()
+    names = set[str]()
     for node in ast.walk(module):
         if isinstance(node, ast.ClassDef) and node.name == OPTIONS:
-            found |= {ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
+            names |= {ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
         elif isinstance(node, ast.FunctionDef) and node.name == "run":
-            found |= {argument.arg for argument in node.args.args}
+            names |= {argument.arg for argument in node.args.args}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == OPTIONS:
-            found |= {keyword.arg or "" for keyword in node.keywords}
+            names |= {keyword.arg or "" for keyword in node.keywords}
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "options":
-            found.add(node.attr)
-    return found
+            names.add(node.attr)
+    return names
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +128,9 @@ def options_of() -> dict[str, set[str]]:
 @pytest.mark.parametrize("option", [field.name for field in fields(JobOptions)])
 def test_an_option_is_named_in_at_most_four_files(options_of: dict[str, set[str]], option: str) -> None:
     names = {option, FLAGS.get(option, option)}
-    found = [path for path, named in options_of.items() if named & names]
-    assert len(found) <= 4, found
-    assert "k2convert/job/prepare.py" in found
+    files = [path for path, named in options_of.items() if named & names]
+    assert len(files) <= 4, files
+    assert "k2convert/job/prepare.py" in files
 
 
 @pytest.mark.parametrize(

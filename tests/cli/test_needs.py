@@ -62,9 +62,9 @@ def test_a_dry_run_says_the_memory(ids: Path, tmp_path: Path, kind: str, request
     dry = run_cli(*words, "--dry-run", "--json")  # in processes of their own, which have their own peaks
     assert dry.returncode == 0, dry.stderr
     document = json.loads(dry.stdout)
-    said = document["memory_needed"]
+    estimate = document["memory_needed"]
     peak = peak_of(*words, "--quiet")
-    assert said == pytest.approx(peak, rel=0.25), (said / 1e9, peak / 1e9)
+    assert estimate == pytest.approx(peak, rel=0.25), (estimate / 1e9, peak / 1e9)
 
 
 @pytest.mark.slow
@@ -75,11 +75,11 @@ def test_the_memory_that_a_dry_run_says_is_enough_for_an_evaluation(
     source: Path = request.getfixturevalue(kind)
     run_here("run", source, tmp_path / "out", "--quiet", code=0)
     words = ("evaluate", source, tmp_path / "out", "--text", ids, "--device", "cpu")
-    said = json.loads(run_cli(*words, "--dry-run", "--json").stdout)["memory_bytes"]
+    estimate = json.loads(run_cli(*words, "--dry-run", "--json").stdout)["memory_bytes"]
     peak = peak_of(*words, "--quiet")
-    assert said > 0.75 * peak, (said / 1e9, peak / 1e9)
+    assert estimate > 0.75 * peak, (estimate / 1e9, peak / 1e9)
     if kind == "shaped_k3":
-        assert said < 1.25 * peak, (said / 1e9, peak / 1e9)
+        assert estimate < 1.25 * peak, (estimate / 1e9, peak / 1e9)
 
 
 def test_too_much_memory_is_refused(tiny: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

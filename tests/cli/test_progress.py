@@ -34,12 +34,12 @@ def test_the_last_line_is_once(more: int, capsys: pytest.CaptureFixture[str], mo
     display = progress.Display(Extent({"check": (100 + more, 0)}, shards=1))
     display.shard_finished("model-00001-of-000001.safetensors")
     display.progress(bytes_in=100)
-    said = ""
+    output = ""
     with display as events:
-        while not said:
-            said = capsys.readouterr().err
+        while not output:
+            output = capsys.readouterr().err
         events.progress(bytes_in=more)
-    lines = (said + capsys.readouterr().err).splitlines()
+    lines = (output + capsys.readouterr().err).splitlines()
     assert [line.count("100 %") for line in lines] == ([0, 1] if more else [1])
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import RunCli, run_here, said
+from command import RunCli, messages_of, run_here
 from evaluation_makers import evaluation_of, write_evaluation
 
 from k2convert.cli import interrupts
@@ -45,7 +45,7 @@ def test_other_options_are_refused_with_the_command_of_the_job(run_cli: RunCli, 
     out = tmp_path / "out"
     assert run_cli("run", cut, out, "--layout", "compressed-tensors", "--part", "1/2").returncode == 0
     done = run_cli("run", cut, out, code=1)
-    assert said(done.stderr) == (
+    assert messages_of(done.stderr) == (
         f"error: {out}: holds a different job: layout was 'compressed-tensors', now 'modelopt'. Its own command is "
         f"`k2convert run {cut} {out} --layout compressed-tensors`. Choose a different destination, or delete this one "
         "to start over.\n"
@@ -101,13 +101,13 @@ def test_status_and_an_interrupt_say_the_same_of_what_has_not_begun_or_ended(
     run_cli: RunCli, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said_at(step: str) -> str:
-        seen: list[str] = []
+        states: list[str] = []
         with monkeypatch.context() as patch:
             patch.setattr(
-                step, lambda *_arguments, **_options: seen.append(interrupts._command.state()) or sys.exit(130)
+                step, lambda *_arguments, **_options: states.append(interrupts._command.state()) or sys.exit(130)
             )
             run_here("run", cut, tmp_path / "out", code=130)
-        return seen[0]
+        return states[0]
 
     assert said_at("k2convert.job.run.lock_destination") == "no conversion has begun. The same command starts it"
     assert "no conversion has begun" in run_cli("status", tmp_path / "out", code=1).stderr
@@ -130,8 +130,8 @@ def test_status_knows_evaluations(short: Path, text: Path, tmp_path: Path, monke
         patch.setattr("k2convert.evaluation.streamed._score", interrupted)
         run_here("evaluate", short, result, "--text", text, "--out", rows, code=130)
         run_here("evaluate", short, result, "--text", text, code=130)
-    for place in (rows, f"{rows}.work"):
-        shown = run_here("status", place, code=0)
+    for path in (rows, f"{rows}.work"):
+        shown = run_here("status", path, code=0)
         assert re.match(rf"{rows}: evaluation not finished: 3 of 3 layers, [\d,]+ tokens at most\n", shown.stdout)
         assert f"evaluate {short} {result} " in following(shown)
     of_result = run_here("status", result, code=0)
@@ -155,13 +155,13 @@ def test_status_of_a_copy_without_its_work_folder(run_cli: RunCli, cut: Path, tm
 
 @pytest.mark.parametrize(("dry", "words"), [((), "finished work is kept"), (("--dry-run",), "")])
 def test_dry_runs(dry: tuple[str, ...], words: str, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+    states: list[str] = []
 
     def look(*_: object) -> list[object]:
-        seen.append(interrupts._command.state())
+        states.append(interrupts._command.state())
         return []
 
     monkeypatch.setattr("k2convert.cli.job_view.missing_sidecars", look)
     run_here("run", cut, tmp_path / "out", *dry, code=0)
-    assert seen[0].startswith(words)
-    assert bool(seen[0]) == bool(words)
+    assert states[0].startswith(words)
+    assert bool(states[0]) == bool(words)

@@ -135,11 +135,11 @@ def test_three_models_in_two_modes_are_a_table_of_80_columns(monkeypatch: pytest
     modes: tuple[tuple[Activations, float], ...] = (("w4a16", 0.2), ("w4a4", 0.35))
     rows = tuple(row(EvaluatedModel(name, "1" * 64, mode), noise) for name in names for mode, noise in modes)
     reference = EvaluatedModel("/data/Kimi-K2.5", "2" * 64)
-    found = Evaluation(format=FORMAT, kind="evaluate", tool_version="0", reference=reference, text=TEXT, rows=rows)
+    evaluation = Evaluation(format=FORMAT, kind="evaluate", tool_version="0", reference=reference, text=TEXT, rows=rows)
     output = Output(is_terminal=True)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "stdout", output)
-    show_evaluation(found)
+    show_evaluation(evaluation)
     monkeypatch.undo()
     text = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue()).partition("perplexity of")[0]
     lines = text.splitlines()
@@ -148,7 +148,8 @@ def test_three_models_in_two_modes_are_a_table_of_80_columns(monkeypatch: pytest
     for name in ("Kimi-K2.5-NVFP4", "Kimi-K2.5-max", "gptq"):
         assert sum(line.startswith(f"{name} ") and "0.0" in line for line in lines) == len(modes)
     twins = tuple(
-        replace(one, model=replace(one.model, name=f"{name}/out")) for one, name in zip(rows, names * 2, strict=True)
+        replace(entry, model=replace(entry.model, name=f"{name}/out"))
+        for entry, name in zip(rows, names * 2, strict=True)
     )
     assert len({label.split()[0] for label in row_labels(twins)}) == len(names), "full names where short ones are equal"
 

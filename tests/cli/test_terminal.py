@@ -88,7 +88,7 @@ def test_ctrl_c_leaves_the_terminal_clean_and_says_how_to_resume(tmp_path: Path)
 
     done = in_terminal("run", "a source", "out", columns=80, rows=24, folder=tmp_path, watch=interrupt)
     assert done.code == 130
-    *_, said, following = done.screen.text.splitlines()
-    assert re.fullmatch(r"interrupted: \d of \d shards are converted\. The same command resumes", said)
+    *_, message, following = done.screen.text.splitlines()
+    assert re.fullmatch(r"interrupted: \d of \d shards are converted\. The same command resumes", message)
     assert following == "next: k2convert run 'a source' out"
     assert done.raw.count("\x1b[?25l") == done.raw.count("\x1b[?25h"), "the cursor is shown again"

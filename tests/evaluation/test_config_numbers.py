@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command import assert_refused, run_here, said
+from command import assert_refused, messages_of, run_here
 
 from k2convert.models.config import BOUNDS
 from scripts.fixture_maker.damage import edit_config, edit_json
@@ -45,4 +45,4 @@ def test_fit_has_an_answer_or_one_line(model: str, field: str, tmp_path: Path, r
         assert done.returncode in (0, 1, 3)
         assert "Traceback" not in done.stderr
         if done.returncode == 1:
-            assert said(done.stderr).count("\n") == 1
+            assert messages_of(done.stderr).count("\n") == 1

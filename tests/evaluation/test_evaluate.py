@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command import assert_refused, run_here, said
+from command import assert_refused, messages_of, run_here
 from conversions import convert
 from damaged_files import NAN, damage_file, plant
 
@@ -45,8 +45,8 @@ FAMILIES = pytest.mark.parametrize("cut", ["k2_cut", "k3_cut"], indirect=True)
 @pytest.fixture(scope="module")
 def cut(request: pytest.FixtureRequest) -> Path:
     """A checkpoint of two layers, of Kimi K2, or of K3 in the tests of all FAMILIES."""
-    found: Path = request.getfixturevalue(getattr(request, "param", "k2_cut"))
-    return found
+    checkpoint: Path = request.getfixturevalue(getattr(request, "param", "k2_cut"))
+    return checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +124,8 @@ def test_neither_threads_nor_chunks_change_the_figures(cut: Path, result: Path, 
     two = evaluated(cut, result, ids, tmp_path / "two")
     assert evaluated(cut, result, ids, tmp_path / "one", workers=1) == two
     evaluated(cut, result, ids, tmp_path / "narrow", chunk=1)
-    one, other = (find_evaluation(tmp_path / name) for name in ("two", "narrow"))
-    for row, same in zip(one.rows, other.rows, strict=True):
+    wide, narrow = (find_evaluation(tmp_path / name) for name in ("two", "narrow"))
+    for row, same in zip(wide.rows, narrow.rows, strict=True):
         assert same.figures.divergence.mean == pytest.approx(row.figures.divergence.mean, rel=1e-3)
 
 
@@ -133,13 +133,13 @@ def test_neither_threads_nor_chunks_change_the_figures(cut: Path, result: Path, 
 @pytest.mark.slow
 def test_killed_at_every_call_it_goes_on_to_the_same_bytes(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
     words = ["evaluate", cut, result, "--text", ids, *SMALL, "--activations", "both", "--out", "OUT/evaluation.json"]
-    [found] = crash(tmp_path, words, points="every")
-    assert found["wrong"] == []
-    assert found["files"] == [".evaluation.json.k2convert", "evaluation.json"]
-    assert found["tried"] > len(found["calls"])
-    assert found["killed"] == 20
-    assert found["interrupted"]["code"] == 130
-    assert "of 2 layers are done. The same command resumes" in found["interrupted"]["lines"][-2]
+    [report] = crash(tmp_path, words, points="every")
+    assert report["wrong"] == []
+    assert report["files"] == [".evaluation.json.k2convert", "evaluation.json"]
+    assert report["tried"] > len(report["calls"])
+    assert report["killed"] == 20
+    assert report["interrupted"]["code"] == 130
+    assert "of 2 layers are done. The same command resumes" in report["interrupted"]["lines"][-2]
 
 
 @FAMILIES
@@ -147,18 +147,19 @@ def test_it_is_written_into_the_checkpoint_and_shown(cut: Path, result: Path, id
     ours = Path(shutil.copytree(result, tmp_path / "ours"))
     before = {path: path.stat().st_mtime_ns for path in cut.rglob("*")}
     done = evaluate(cut, ours, "--text", ids, *SMALL, code=0)
-    found = find_evaluation(ours)
-    assert (found.kind, found.reference.name, found.text.windows, found.text.tokens) == ("evaluate", cut.name, 4, 128)
-    (row,) = found.rows
+    evaluation = find_evaluation(ours)
+    assert (evaluation.kind, evaluation.reference.name) == ("evaluate", cut.name)
+    assert (evaluation.text.windows, evaluation.text.tokens) == (4, 128)
+    (row,) = evaluation.rows
     assert (row.model.name, row.model.activations, row.model.kv_cache) == ("ours", "w4a4", None)
     assert f"{row.figures.divergence.mean:.5f}" in done.stdout
-    assert said(done.stderr).splitlines()[-1] == f"next: k2convert report {ours} --source {cut}"
+    assert messages_of(done.stderr).splitlines()[-1] == f"next: k2convert report {ours} --source {cut}"
     assert str(ours / "evaluation.json") in done.stdout.splitlines()
     assert {path: path.stat().st_mtime_ns for path in cut.rglob("*")} == before, "the reference is not written to"
     assert not (ours / ".k2convert" / "evaluation.work").exists()
     weights = weights_digest(open_checkpoint(ours), find_ledger(ours))
     assert row.model.weights == weights
-    assert fresh_evaluation(ours, weights=weights) == found
+    assert fresh_evaluation(ours, weights=weights) == evaluation
     with pytest.raises(CheckpointError, match="measures other weights"):
         fresh_evaluation(ours, weights=weights_digest(open_checkpoint(ours), None))
     again = evaluate(cut, ours, "--text", ids, *SMALL)
@@ -169,17 +170,17 @@ def test_it_is_written_into_the_checkpoint_and_shown(cut: Path, result: Path, id
 
 
 def test_two_checkpoints_have_their_own_rows(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
-    one = Path(shutil.copytree(result, tmp_path / "one"))
+    ours = Path(shutil.copytree(result, tmp_path / "one"))
     other = convert(cut, tmp_path / "other", rule="max")
-    shutil.rmtree(one / ".k2convert")  # as somebody else's checkpoint
-    found = k2convert.evaluate(cut, [one, other, cut], [ids], tokens=128, window=32, device="cpu")
-    assert [row.model.name for row in found.rows] == ["one", "other", "cut"]
-    assert found.rows[2].figures.divergence.maximum == 0
-    assert not (one / ".k2convert").exists()
-    for folder, row in zip((one, other), found.rows, strict=False):
-        kept = find_evaluation(folder)
-        verdicts = tuple(one for one in found.verdicts if row.model in (one.nearer, one.farther))
-        assert kept == replace(found, rows=(row,), verdicts=verdicts)
+    shutil.rmtree(ours / ".k2convert")  # as somebody else's checkpoint
+    evaluation = k2convert.evaluate(cut, [ours, other, cut], [ids], tokens=128, window=32, device="cpu")
+    assert [row.model.name for row in evaluation.rows] == ["one", "other", "cut"]
+    assert evaluation.rows[2].figures.divergence.maximum == 0
+    assert not (ours / ".k2convert").exists()
+    for folder, row in zip((ours, other), evaluation.rows, strict=False):
+        saved = find_evaluation(folder)
+        verdicts = tuple(verdict for verdict in evaluation.verdicts if row.model in (verdict.nearer, verdict.farther))
+        assert saved == replace(evaluation, rows=(row,), verdicts=verdicts)
     assert not (cut / "evaluation.json").exists()
 
 
@@ -267,14 +268,14 @@ def test_windows_that_the_reference_drops_count_nowhere(cut: Path, ids: Path, tm
     many[5, 9] = 7
     np.save(path, many)
     options = {"window": 32, "device": "cpu"}
-    found = k2convert.evaluate(source, [result], [path], tokens=512, out=tmp_path / "a.json", **options)  # type: ignore[arg-type]
-    kept = k2convert.evaluate(cut, [result], [tmp_path / "kept.npy"], tokens=480, out=tmp_path / "b.json", **options)  # type: ignore[arg-type]
-    assert (found.text.dropped, kept.text.dropped) == (1, 0)
-    (row,), (same,) = found.rows, kept.rows
+    evaluation = k2convert.evaluate(source, [result], [path], tokens=512, out=tmp_path / "a.json", **options)  # type: ignore[arg-type]
+    rest = k2convert.evaluate(cut, [result], [tmp_path / "kept.npy"], tokens=480, out=tmp_path / "b.json", **options)  # type: ignore[arg-type]
+    assert (evaluation.text.dropped, rest.text.dropped) == (1, 0)
+    (row,), (same,) = evaluation.rows, rest.rows
     assert row.figures.divergence.mean == pytest.approx(same.figures.divergence.mean, rel=1e-4)
-    for one, other in zip(row.layers, same.layers, strict=True):
-        assert one.relative_error == pytest.approx(other.relative_error, rel=1e-4, abs=1e-15)
-        assert one.routing_agreement == other.routing_agreement
+    for layer, other in zip(row.layers, same.layers, strict=True):
+        assert layer.relative_error == pytest.approx(other.relative_error, rel=1e-4, abs=1e-15)
+        assert layer.routing_agreement == other.routing_agreement
 
 
 def edited(source: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:

@@ -24,7 +24,7 @@ pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 WINDOWS = 4
 LENGTH = 64
 WHOLE: dict[str, Any] = {"tokens": WINDOWS * LENGTH, "window": LENGTH, "device": "cpu"}
-KEPT = [0, *range(3, 12)]
+EXPERTS = [0, *range(3, 12)]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,9 @@ def ids(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer
 
     text = (trained / "eval.txt").read_text()[:4000]
-    found = Tokenizer.from_file(str(trained / "tokenizer.json")).encode(text).ids[: WINDOWS * LENGTH]
+    token_ids = Tokenizer.from_file(str(trained / "tokenizer.json")).encode(text).ids[: WINDOWS * LENGTH]
     path = tmp_path_factory.mktemp("ids") / "ids.npy"
-    np.save(path, np.array(found).reshape(WINDOWS, LENGTH))
+    np.save(path, np.array(token_ids).reshape(WINDOWS, LENGTH))
     return path
 
 
@@ -45,10 +45,10 @@ def tokens(ids: Path) -> torch.Tensor:
 
 def pruned(source: Path, folder: Path) -> Path:
     """Ten of the sixteen experts of every layer."""
-    kept = folder.with_name("kept.json")
-    kept.write_text(json.dumps({"experts": {str(layer): KEPT for layer in (1, 2, 3)}}))
+    keep_file = folder.with_name("kept.json")
+    keep_file.write_text(json.dumps({"experts": {str(layer): EXPERTS for layer in (1, 2, 3)}}))
     fewer = folder.with_name("source")
-    run_here("prune", source, fewer, "--keep", kept, "--quiet", code=0)
+    run_here("prune", source, fewer, "--keep", keep_file, "--quiet", code=0)
     run_here("run", fewer, folder, "--quiet", code=0)
     return folder
 
@@ -92,8 +92,8 @@ def evaluate(trained: Path, ids: Path, tmp_path_factory: pytest.TempPathFactory)
     return lambda kind="max": group(kind in QUICK)
 
 
-def row_of(found: Evaluation, name: str, activations: str | None) -> EvaluationRow:
-    return next(row for row in found.rows if (row.model.name, row.model.activations) == (name, activations))
+def row_of(evaluation: Evaluation, name: str, activations: str | None) -> EvaluationRow:
+    return next(row for row in evaluation.rows if (row.model.name, row.model.activations) == (name, activations))
 
 
 def tolerance(activations: str | None) -> float:
@@ -105,21 +105,21 @@ def tolerance(activations: str | None) -> float:
     return 5e-3 if activations == "w4a4" else 1e-3
 
 
-def assert_same(found: Figures, expected: Figures, activations: str | None) -> None:
+def assert_same(figures: Figures, expected: Figures, activations: str | None) -> None:
     """Equal but for the order of sums; the absolute parts are the float noise of figures near zero."""
     rel = tolerance(activations)
-    assert found.divergence.mean == pytest.approx(expected.divergence.mean, rel=rel, abs=1e-8)
-    assert found.divergence.standard_error == pytest.approx(expected.divergence.standard_error, rel=3 * rel, abs=1e-8)
+    assert figures.divergence.mean == pytest.approx(expected.divergence.mean, rel=rel, abs=1e-8)
+    assert figures.divergence.standard_error == pytest.approx(expected.divergence.standard_error, rel=3 * rel, abs=1e-8)
     for name in ("median", "p99", "p999", "maximum"):
-        one = getattr(found.divergence, name)
+        actual = getattr(figures.divergence, name)
         other = getattr(expected.divergence, name)
-        assert one == pytest.approx(other, rel=2 * rel, abs=1e-7), name
-    assert found.perplexity == pytest.approx(expected.perplexity, rel=rel / 5)
-    assert found.reference_perplexity == pytest.approx(expected.reference_perplexity, rel=1e-5)
-    assert found.log_likelihood.mean == pytest.approx(expected.log_likelihood.mean, abs=rel / 5)
+        assert actual == pytest.approx(other, rel=2 * rel, abs=1e-7), name
+    assert figures.perplexity == pytest.approx(expected.perplexity, rel=rel / 5)
+    assert figures.reference_perplexity == pytest.approx(expected.reference_perplexity, rel=1e-5)
+    assert figures.log_likelihood.mean == pytest.approx(expected.log_likelihood.mean, abs=rel / 5)
     changed = 2 / (WINDOWS * LENGTH) if activations == "w4a4" else 0  # two tokens
-    assert found.top1_agreement == pytest.approx(expected.top1_agreement, abs=changed)
-    assert found.left_top5 == pytest.approx(expected.left_top5, abs=changed)
+    assert figures.top1_agreement == pytest.approx(expected.top1_agreement, abs=changed)
+    assert figures.left_top5 == pytest.approx(expected.left_top5, abs=changed)
 
 
 @pytest.mark.slow
@@ -155,18 +155,18 @@ def test_errors_and_routing_of_layers_are_those_of_transformers(trained: Path, i
     (_, *states), _, routings = transformers_states(trained, tokens(ids))
     for kind in ("max", "pruned"):
         (_, *others), _, their_routings = transformers_states(results[kind], tokens(ids))
-        numbers = torch.tensor(KEPT if kind == "pruned" else list(range(16)))
-        for layer, found in enumerate(row_of(evaluation, kind, "w4a16").layers):
-            one = states[layer].double()
+        numbers = torch.tensor(EXPERTS if kind == "pruned" else list(range(16)))
+        for layer, measured in enumerate(row_of(evaluation, kind, "w4a16").layers):
+            state = states[layer].double()
             other = others[layer].double()
-            error = float((one - other).square().sum() / one.square().sum())
-            assert found.relative_error == pytest.approx(error, rel=1e-3, abs=1e-12)
+            error = float((state - other).square().sum() / state.square().sum())
+            assert measured.relative_error == pytest.approx(error, rel=1e-3, abs=1e-12)
             if layer:
                 mapped = numbers[their_routings[layer][0]]
                 same = (routings[layer][0][:, :, None] == mapped[:, None, :]).any(dim=2).double().mean()
-                assert found.routing_agreement == pytest.approx(float(same), abs=5e-4)
+                assert measured.routing_agreement == pytest.approx(float(same), abs=5e-4)
             else:
-                assert found.routing_agreement is None
+                assert measured.routing_agreement is None
 
 
 def test_the_worst_tokens_are_shown_in_their_context(trained: Path, ids: Path, evaluate: Evaluate) -> None:

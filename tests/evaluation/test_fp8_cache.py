@@ -23,13 +23,13 @@ def rounded(values: Tensor, scale: float) -> Tensor:
     return torch.clamp(values / scale, -448, 448).to(torch.float8_e4m3fn).to(torch.float32) * scale
 
 
-def cache_in_fp8(keys: float, values: float, seen: list[tuple[int, ...]]) -> Any:
+def cache_in_fp8(keys: float, values: float, widths: list[tuple[int, ...]]) -> Any:
     """transformers' cache, which gives back everything rounded. MLA's latent comes first, then the rotary key."""
     from transformers import DynamicCache
 
     class Cache(DynamicCache):
         def update(self, key: Tensor, value: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-            seen.append((key.shape[-1], value.shape[-1]))
+            widths.append((key.shape[-1], value.shape[-1]))
             key, value = super().update(key, value, *args, **options)
             return rounded(key, keys), rounded(value, values)
 
@@ -38,10 +38,10 @@ def cache_in_fp8(keys: float, values: float, seen: list[tuple[int, ...]]) -> Any
 
 @torch.inference_mode()
 def logits_with_cache(folder: Path, ids: Tensor, *, keys: float = 1.0, values: float = 1.0) -> tuple[Tensor, set[Any]]:
-    seen: list[tuple[int, ...]] = []
+    widths: list[tuple[int, ...]] = []
     network: Any = whole_model(folder).network
-    found = network(ids, past_key_values=cache_in_fp8(keys, values, seen), use_cache=True).logits
-    return found, set(seen)
+    logits = network(ids, past_key_values=cache_in_fp8(keys, values, widths), use_cache=True).logits
+    return logits, set(widths)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +65,11 @@ def with_scale(source: Path, folder: Path, scale: float) -> Path:
     return write_small(checkpoint, folder)
 
 
-def assert_as_with_cache(model: Path, ids: Path, found: Evaluation, *, cached: tuple[int, int], scale: float) -> None:
+def assert_as_with_cache(
+    model: Path, ids: Path, evaluation: Evaluation, *, cached: tuple[int, int], scale: float
+) -> None:
     """The figures follow from transformers' model with a rounded cache, whose entries have these widths."""
-    tokens, (row,) = torch.as_tensor(np.load(ids)), found.rows
+    tokens, (row,) = torch.as_tensor(np.load(ids)), evaluation.rows
     expected, widths = logits_with_cache(model, tokens, keys=scale, values=scale)
     assert widths == {cached}
     reference = whole_model(model).logits(tokens)
@@ -82,10 +84,10 @@ def assert_as_with_cache(model: Path, ids: Path, found: Evaluation, *, cached: t
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_the_latent_and_the_rotary_key_are_rounded(trained: Path, ids: Path, tmp_path: Path, scale: float) -> None:
     model = trained if scale == 1 else with_scale(trained, tmp_path / "scaled", scale)
-    found = evaluated(trained, model, ids, tmp_path / "evaluation.json")
-    assert found.rows[0].model.kv_cache == "fp8"
-    assert found.reference.kv_cache is None
-    assert_as_with_cache(trained, ids, found, cached=(64, 16), scale=scale)
+    evaluation = evaluated(trained, model, ids, tmp_path / "evaluation.json")
+    assert evaluation.rows[0].model.kv_cache == "fp8"
+    assert evaluation.reference.kv_cache is None
+    assert_as_with_cache(trained, ids, evaluation, cached=(64, 16), scale=scale)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
@@ -93,5 +95,5 @@ def test_keys_and_values_of_grouped_queries_are_rounded(trained: Path, ids: Path
     """A scale of keys alone is that of values too, as in vLLM and SGLang."""
     plain = with_grouped_queries(trained, tmp_path / "gqa")
     model = plain if scale == 1 else with_scale(plain, tmp_path / "scaled", scale)
-    found = evaluated(model, model, ids, tmp_path / "evaluation.json")
-    assert_as_with_cache(plain, ids, found, cached=(32, 32), scale=scale)
+    evaluation = evaluated(model, model, ids, tmp_path / "evaluation.json")
+    assert_as_with_cache(plain, ids, evaluation, cached=(32, 32), scale=scale)

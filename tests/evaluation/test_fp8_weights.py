@@ -88,23 +88,23 @@ def test_an_mlp_has_decoded_weights_and_rounded_inputs(module: str, mixed: Path)
     (inner,) = round_input(nn.Identity(), (nn.functional.silu(rounded @ gate.T) * (rounded @ up.T),))
     reader = WeightReader(open_checkpoint(mixed))
     for fp4_inputs in (False, True):
-        found = read_mlp(reader, module, fp4_inputs=fp4_inputs)(x)
-        torch.testing.assert_close(found, inner @ down.T, rtol=1e-4, atol=1e-5)
+        output = read_mlp(reader, module, fp4_inputs=fp4_inputs)(x)
+        torch.testing.assert_close(output, inner @ down.T, rtol=1e-4, atol=1e-5)
     reader.close()
 
 
 def test_a_token_is_rounded_by_its_own_largest_number() -> None:
     x = torch.tensor([[448.0, 1.0, 1.0625, -3.3], [0.0, 0.0, 0.0, -0.0], [7e-8, 0.0, 1e-8, -7e-8]])
-    found = round_tokens_to_fp8(x)
-    assert found[0].tolist() == [448.0, 1.0, 1.0, -3.25]
-    assert found[1].tolist() == [0.0] * 4
-    assert found[2, 0] == pytest.approx(7e-8, rel=1e-6)
+    rounded = round_tokens_to_fp8(x)
+    assert rounded[0].tolist() == [448.0, 1.0, 1.0, -3.25]
+    assert rounded[1].tolist() == [0.0] * 4
+    assert rounded[2, 0] == pytest.approx(7e-8, rel=1e-6)
 
 
 def test_a_result_is_evaluated_and_its_layers_are_measured(cut: Path, mixed: Path, ids: Path, tmp_path: Path) -> None:
     experts_only = convert(cut, tmp_path / "experts", layout="compressed-tensors")
-    found = k2convert.evaluate(cut, [experts_only, mixed], [ids], out=tmp_path / "out.json", **WINDOW).rows
-    assert found[1].figures.divergence.mean != found[0].figures.divergence.mean
+    rows = k2convert.evaluate(cut, [experts_only, mixed], [ids], out=tmp_path / "out.json", **WINDOW).rows
+    assert rows[1].figures.divergence.mean != rows[0].figures.divergence.mean
     report = validate_checkpoint(folder=mixed, source=open_checkpoint(cut), layers=LayersRequest((1,), None, tokens=32))
     assert report.layers is not None, report.layers_skipped
     shared = report.layers.layers[0].errors[0].shared_experts_sqnr_db

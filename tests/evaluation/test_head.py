@@ -38,8 +38,8 @@ def scored(head: Head, states: list[Tensor], *, devices: tuple[str, ...] = ("cpu
     return score_tokens([head], [0] * len(states), copies, TARGETS, devices=devices, workers=workers)
 
 
-def same(one: Scores, other: Scores) -> bool:
-    return all(np.array_equal(array, other[name]) for name, array in one.items())
+def same(scores: Scores, other: Scores) -> bool:
+    return all(np.array_equal(array, other[name]) for name, array in scores.items())
 
 
 @pytest.mark.quick(2)
@@ -50,28 +50,28 @@ def test_scores_are_those_of_all_logits(head: Head, monkeypatch: pytest.MonkeyPa
     reference = made_up(0)
     near = made_up(0) + 0.2 * made_up(1)
     far = made_up(2)
-    found = scored(head, [reference, near, far])
+    scores = scored(head, [reference, near, far])
     matrix = head.rows(0, head.vocabulary)
     logits = [matrix.linear(head.normed(own))[None] for own in (reference, near, far)]
     last = torch.zeros(1, 1, 2048)
     ids = torch.cat([torch.zeros(1, 1, dtype=torch.int64), TARGETS[None]], dim=1)
     for number, own in enumerate(logits):
         expected = scores_from(torch.cat([logits[0], last], 1), torch.cat([own, last], 1), ids)
-        np.testing.assert_allclose(found["divergence"][number], expected.divergence[0], rtol=1e-5, atol=1e-7)
-        np.testing.assert_allclose(found["loss"][number], expected.loss[0], rtol=1e-6)
-        assert np.array_equal(found["likeliest"][number] == found["likeliest"][0], expected.agrees[0])
-        assert np.array_equal(found["left_top5"][number], expected.left_top5[0])
-        assert np.array_equal(found["likeliest"][number], own[0].argmax(dim=-1).numpy())
-    assert found["left_top5"][2].any()
-    assert not found["divergence"][0].any(), "the same logits"
+        np.testing.assert_allclose(scores["divergence"][number], expected.divergence[0], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(scores["loss"][number], expected.loss[0], rtol=1e-6)
+        assert np.array_equal(scores["likeliest"][number] == scores["likeliest"][0], expected.agrees[0])
+        assert np.array_equal(scores["left_top5"][number], expected.left_top5[0])
+        assert np.array_equal(scores["likeliest"][number], own[0].argmax(dim=-1).numpy())
+    assert scores["left_top5"][2].any()
+    assert not scores["divergence"][0].any(), "the same logits"
 
 
 def test_logits_of_any_size_are_added_without_overflow(head: Head) -> None:
     """The peak of a tile may be far below or above that of the tiles before it."""
     head.normed.weight.mul_(1e4)
-    found = scored(head, [made_up(0), made_up(3)])
-    assert np.isfinite(found["divergence"]).all()
-    assert float(found["divergence"][1].max()) > 1000
+    scores = scored(head, [made_up(0), made_up(3)])
+    assert np.isfinite(scores["divergence"]).all()
+    assert float(scores["divergence"][1].max()) > 1000
 
 
 def test_neither_workers_nor_devices_change_the_bytes(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:

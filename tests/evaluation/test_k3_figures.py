@@ -66,8 +66,8 @@ def exact(k3_lively: Path, results: dict[str, Path], ids: Path) -> Evaluation:
         return evaluated(k3_lively, results, ids, "fp64.json")
 
 
-def row_of(found: Evaluation, name: str, activations: str) -> EvaluationRow:
-    return next(row for row in found.rows if (row.model.name, row.model.activations) == (name, activations))
+def row_of(evaluation: Evaluation, name: str, activations: str) -> EvaluationRow:
+    return next(row for row in evaluation.rows if (row.model.name, row.model.activations) == (name, activations))
 
 
 @pytest.mark.parametrize("kind", ["modelopt", "compressed-tensors"])
@@ -103,16 +103,16 @@ def test_figures_by_the_logits_of_moonshots_code(
         model = run_network(results[kind], tokens, w4a4=mode == "w4a4")
     expected = summarize(scores_from(reference.logits, model.logits, tokens))
     row = row_of(exact, kind, mode)
-    found = row.figures
-    assert found.divergence.mean > 1e-3
-    assert found.divergence.mean == pytest.approx(expected.divergence.mean, rel=1e-6)
-    assert found.reference_perplexity == pytest.approx(expected.reference_perplexity, rel=1e-7)
-    assert found.perplexity == pytest.approx(expected.perplexity, rel=1e-7)
-    for layer, (one, other) in enumerate(zip(reference.states, model.states, strict=True)):
-        error = float((one.double() - other.double()).square().sum() / one.double().square().sum())
+    figures = row.figures
+    assert figures.divergence.mean > 1e-3
+    assert figures.divergence.mean == pytest.approx(expected.divergence.mean, rel=1e-6)
+    assert figures.reference_perplexity == pytest.approx(expected.reference_perplexity, rel=1e-7)
+    assert figures.perplexity == pytest.approx(expected.perplexity, rel=1e-7)
+    for layer, (state, other) in enumerate(zip(reference.states, model.states, strict=True)):
+        error = float((state.double() - other.double()).square().sum() / state.double().square().sum())
         assert row.layers[layer].relative_error == pytest.approx(error, rel=1e-6)
     rounded = row_of(usual, kind, mode).figures
-    assert rounded.divergence.mean == pytest.approx(found.divergence.mean, abs=found.divergence.standard_error)
+    assert rounded.divergence.mean == pytest.approx(figures.divergence.mean, abs=figures.divergence.standard_error)
 
 
 def test_it_is_shown_as_that_of_kimi_k2(k3_lively: Path, results: dict[str, Path], ids: Path) -> None:
@@ -126,8 +126,8 @@ def test_it_is_shown_as_that_of_kimi_k2(k3_lively: Path, results: dict[str, Path
     assert re.search(r"its weights alone \(W4A16\) +│ +exact", shown)
     for layers in ((), ("--text", ids)):
         words = ("--layers", "1,4", *layers, "--json")
-        found = json.loads(run_here("validate", folder, "--source", k3_lively, *words, code=0).stdout)
-        for layer in found["layers"]["layers"]:
+        document = json.loads(run_here("validate", folder, "--source", k3_lively, *words, code=0).stdout)
+        for layer in document["layers"]["layers"]:
             exact, _, activations = layer["errors"]
             assert exact["sqnr_db"] in (None, "inf", float("inf"))
             assert 5 < activations["sqnr_db"] < 30

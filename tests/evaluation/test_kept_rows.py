@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command import run_here, said
+from command import messages_of, run_here
 from conversions import convert
 from damaged_files import flip
 from evaluation_makers import evaluation_of, write_evaluation
@@ -24,17 +24,17 @@ SMALL = ("--tokens", "64", "--window", "32", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
-def made(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def results(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Results by two rules."""
-    folder = tmp_path_factory.mktemp("made")
+    folder = tmp_path_factory.mktemp("results")
     return convert(cut, folder / "mse"), convert(cut, folder / "max", rule="max")
 
 
 @pytest.fixture
-def pair(cut: Path, made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+def pair(cut: Path, results: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
     """A source and a result of it, to be changed."""
     source = Path(shutil.copytree(cut, tmp_path / "source"))
-    return source, Path(shutil.copytree(made[0], tmp_path / "ours"))
+    return source, Path(shutil.copytree(results[0], tmp_path / "ours"))
 
 
 def evaluate(*words: object, text: Path, code: int = 0) -> CompletedProcess[str]:
@@ -143,7 +143,7 @@ def test_a_changed_file_is_evaluated_again(pair: tuple[Path, Path], ids: Path, f
 
 
 @pytest.mark.slow
-def test_another_theta_has_other_figures(pair: tuple[Path, Path], made: tuple[Path, Path], ids: Path) -> None:
+def test_another_theta_has_other_figures(pair: tuple[Path, Path], results: tuple[Path, Path], ids: Path) -> None:
     source, result = pair
     evaluate(source, result, text=ids)
     first = rows(result)[0].figures
@@ -151,12 +151,12 @@ def test_another_theta_has_other_figures(pair: tuple[Path, Path], made: tuple[Pa
     evaluate(source, result, text=ids)
     second = rows(result)[0].figures
     assert second.divergence.mean > 2 * first.divergence.mean
-    shutil.copy(made[0] / "config.json", result)
+    shutil.copy(results[0] / "config.json", result)
     (result / "k2convert.json").unlink()
     shutil.rmtree(result / ".k2convert")
     evaluate(source, result, text=ids)
     assert rows(result)[0].figures == first
-    for shard in made[1].glob("model-*.safetensors"):
+    for shard in results[1].glob("model-*.safetensors"):
         shutil.copy(shard, result)
     evaluate(source, result, text=ids)
     assert rows(result)[0].figures.divergence.mean > first.divergence.mean
@@ -213,8 +213,8 @@ def test_a_shard_that_is_made_again_keeps_the_evaluation(cut: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_pruned_result_and_a_bf16_copy_are_evaluated(tiny: Path, text: Path, tmp_path: Path) -> None:
-    kept = {str(layer): list(range(layer, layer + 10)) for layer in (1, 2, 3)}
-    (tmp_path / "kept.json").write_text(json.dumps({"experts": kept}))
+    experts = {str(layer): list(range(layer, layer + 10)) for layer in (1, 2, 3)}
+    (tmp_path / "kept.json").write_text(json.dumps({"experts": experts}))
     run_here("prune", tiny, tmp_path / "source", "--keep", tmp_path / "kept.json", code=0)
     run_here("run", tmp_path / "source", tmp_path / "pruned", "--quiet", code=0)
     run_here("run", tiny, tmp_path / "bf16", "--set", "target=bf16", "--quiet", code=0)
@@ -236,7 +236,7 @@ def test_only_an_evaluation_is_replaced(pair: tuple[Path, Path], ids: Path, tmp_
     before = {path: path.read_bytes() for path in (result / "config.json", shard, ids, mine, result / "tokenizer.json")}
     for out in (*before, link, tmp_path):
         done = evaluate(source, result, "--out", out, text=ids, code=1)
-        assert (done.stdout, said(done.stderr).count("\n")) == ("", 1)
+        assert (done.stdout, messages_of(done.stderr).count("\n")) == ("", 1)
         assert f"{out}: is " in done.stderr
     assert {path: path.read_bytes() for path in before} == before
     (result / "evaluation.json").write_text("my notes")
@@ -270,10 +270,10 @@ def test_a_wider_evaluation_replaces_a_narrower_one_and_no_row_is_lost(
 
 @pytest.mark.slow
 def test_a_file_of_several_checkpoints_is_not_replaced_by_one(
-    cut: Path, made: tuple[Path, Path], ids: Path, tmp_path: Path
+    cut: Path, results: tuple[Path, Path], ids: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "all.json"
-    mse, other = made
+    mse, other = results
     evaluate(cut, mse, other, "--out", out, text=ids)
     assert [row.model.name for row in rows(out)] == ["mse", "max"]
     before = out.read_bytes()
@@ -289,21 +289,21 @@ def test_a_moved_result_keeps_its_evaluation(pair: tuple[Path, Path], ids: Path,
     assert "already complete" in evaluate(source, moved, text=ids).stderr
 
 
-def test_the_verdict_is_of_paired_differences(cut: Path, made: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
+def test_the_verdict_is_of_paired_differences(cut: Path, results: tuple[Path, Path], ids: Path, tmp_path: Path) -> None:
     out = tmp_path / "all.json"
-    done = evaluate(cut, *made, "--activations", "both", "--out", out, text=ids)
-    found = find_evaluation(out)
-    assert found.verdicts == compare_models(found.rows)
-    assert [(one.nearer.activations, one.farther.activations) for one in found.verdicts] == [
+    done = evaluate(cut, *results, "--activations", "both", "--out", out, text=ids)
+    evaluation = find_evaluation(out)
+    assert evaluation.verdicts == compare_models(evaluation.rows)
+    assert [(verdict.nearer.activations, verdict.farther.activations) for verdict in evaluation.verdicts] == [
         ("w4a16", "w4a16"),
         ("w4a4", "w4a4"),
     ]
-    for again in (done, evaluate(cut, *made, "--activations", "both", "--out", out, text=ids)):
+    for again in (done, evaluate(cut, *results, "--activations", "both", "--out", out, text=ids)):
         assert f"{out}\n" in again.stdout
-        assert said(again.stderr).splitlines()[-1] == "next: k2convert guide prove", "no report has it"
-    for verdict in found.verdicts:
+        assert messages_of(again.stderr).splitlines()[-1] == "next: k2convert guide prove", "no report has it"
+    for verdict in evaluation.verdicts:
         near, far = (
-            next(row for row in found.rows if row.model == model).figures.divergence
+            next(row for row in evaluation.rows if row.model == model).figures.divergence
             for model in (verdict.nearer, verdict.farther)
         )
         differences = np.array(far.by_window) - np.array(near.by_window)
@@ -312,4 +312,4 @@ def test_the_verdict_is_of_paired_differences(cut: Path, made: tuple[Path, Path]
         words = "is nearer than" if verdict.is_clear else "no measurable difference between"
         assert f"{verdict.nearer.name} {verdict.nearer.mode}" in done.stdout
         assert words in done.stdout
-    assert json.loads(out.read_text())["verdicts"][0]["nearer"]["name"] == found.verdicts[0].nearer.name
+    assert json.loads(out.read_text())["verdicts"][0]["nearer"]["name"] == evaluation.verdicts[0].nearer.name

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run, run_here, said
+from command import messages_of, run, run_here
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.deploy.gpus import GPUS, find_gpu
@@ -41,11 +41,11 @@ def test_a_source_is_weighed_as_its_recipe_converts_it(tiny: Path, k25: Path, k3
         recipe = load_recipe(name)
         for folder in [sources[recipe.family]] if recipe.family else [tiny, k25]:
             plan = plan_conversion(source=open_checkpoint(folder), recipe=recipe)
-            found = answer(folder, "--recipe", name)
-            assert found["recipe"] == name
-            assert found["weights"]["bytes"] == plan.data_bytes, name
+            document = answer(folder, "--recipe", name)
+            assert document["recipe"] == name
+            assert document["weights"]["bytes"] == plan.data_bytes, name
             if name == find_family(plan.family).recipe:
-                assert found == answer(folder), "without the option"
+                assert document == answer(folder), "without the option"
 
 
 def test_a_recipe_is_named_to_the_next_command_and_fits_the_source(tiny: Path, result: Path) -> None:
@@ -90,8 +90,8 @@ def test_fewer_experts_weigh_what_a_pruned_checkpoint_weighs(tiny: Path, reap: P
 
 
 def test_the_answer_about_one_layout(tiny: Path) -> None:
-    found = answer(tiny, "--gpu", "RTX PRO 6000", "--count", "2", "--kv", "fp8", "--context", "1000")
-    [fit] = found["fits"]
+    document = answer(tiny, "--gpu", "RTX PRO 6000", "--count", "2", "--kv", "fp8", "--context", "1000")
+    [fit] = document["fits"]
     assert (fit["gpu"], fit["count"], fit["nvfp4"]) == ("rtx-pro-6000", 2, "slow")
     assert fit["layout"] == {"tensor": 2, "expert": 1, "pipeline": 1, "data_attention": False}
     each = fit["each"]
@@ -103,7 +103,7 @@ def test_the_answer_about_one_layout(tiny: Path) -> None:
     assert fit["holds"] is True
     assert any("without scales" in note for note in fit["notes"])
     assert fit["bound_tokens_per_second"] == GPUS["rtx-pro-6000"].bandwidth / each["bytes_per_token"]
-    read = found["weights"]["bytes_per_token"]
+    read = document["weights"]["bytes_per_token"]
     assert read / 2 < each["bytes_per_token"] < read, "some weights are read whole on both"
 
 
@@ -114,8 +114,8 @@ def test_each_kind_of_gpu_has_its_overhead_unless_one_is_given(tiny: Path) -> No
     assert {overheads().pop(name) for name in ("b200", "h100")} == {GPUS["b200"].overhead_bytes}
     assert overheads()["h200"] == GPUS["h200"].overhead_bytes > GPUS["b200"].overhead_bytes
     assert set(overheads("--overhead", "4GB").values()) == {4_000_000_000}
-    one = answer(tiny, "--gpu", "h200", "--count", "1")["fits"][0]
-    assert any("assumed: 8.70 GB on each GPU" in note for note in one["notes"])
+    fit = answer(tiny, "--gpu", "h200", "--count", "1")["fits"][0]
+    assert any("assumed: 8.70 GB on each GPU" in note for note in fit["notes"])
 
 
 def test_the_commands_that_serve_it_follow_from_what_was_asked(tiny: Path, result: Path) -> None:
@@ -202,9 +202,9 @@ def test_what_does_not_fit_names_the_experts_and_the_gpus_that_do(k2_headers: Pa
     ) in shown.stdout
     assert "Moonlight 17 % of its score" in shown.stderr
     assert shown.stderr.endswith(f"next: k2convert prune {k2_headers} PRUNED --keep FILE\n")
-    [found] = answer(k2_headers, *RTX, code=3)["fits"]
-    assert [way["experts_per_layer"] for way in found["ways_out"]["experts"]] == [224], "176 are less than half"
-    assert found["ways_out"]["count"] == 7
+    [fit] = answer(k2_headers, *RTX, code=3)["fits"]
+    assert [way["experts_per_layer"] for way in fit["ways_out"]["experts"]] == [224], "176 are less than half"
+    assert fit["ways_out"]["count"] == 7
     [fit] = answer(k2_headers, *RTX[:2], "--count", "8")["fits"]
     assert fit["holds"]
     assert (fit["max_context"], fit["requests"], fit["requests_of_max_context"]) == (262144, 26, 0)
@@ -224,8 +224,8 @@ def test_experts_of_small_models(tiny: Path, result: Path) -> None:
     few = run_fit(tiny, "--gpu", "h200", "--count", "1", "--experts", "7").stderr
     assert "pruning costs quality" in few
     assert "next:" not in few
-    for place, source in ((tiny, tiny), (result, "SOURCE")):
-        shown = run_fit(place, "--gpu", "h200", "--count", "1", "--experts", "10").stderr
+    for folder, source in ((tiny, tiny), (result, "SOURCE")):
+        shown = run_fit(folder, "--gpu", "h200", "--count", "1", "--experts", "10").stderr
         assert shown.endswith(f"next: k2convert prune {source} PRUNED --keep FILE\n")
 
 
@@ -334,8 +334,8 @@ def test_what_cannot_be_is_one_line_and_what_needs_more_options_a_usage_error(
     assert shown.stdout == ""
     assert message in shown.stderr
     if code == 1:
-        assert said(shown.stderr).startswith(f"error: {message}")
-        assert said(shown.stderr).count("\n") == 1
+        assert messages_of(shown.stderr).startswith(f"error: {message}")
+        assert messages_of(shown.stderr).count("\n") == 1
 
 
 def test_other_attention_is_refused(tiny: Path, tmp_path: Path) -> None:

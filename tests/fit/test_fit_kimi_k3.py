@@ -25,11 +25,11 @@ from scripts.fixture_maker.damage import edit_json
 
 @pytest.mark.slow
 def test_known_gpus_that_hold_it_are_found(k3_headers: Path) -> None:
-    found = answer(k3_headers)
-    assert found["weights"]["bytes"] == 1_645_947_954_176
-    assert found["kv_bytes_per_token"] == {"fp8": 13_824, "bf16": 27_648}
-    assert found["state_bytes_per_request"] == 449_372_160
-    holders = {(fit["gpu"], fit["count"]) for fit in found["fits"]}
+    document = answer(k3_headers)
+    assert document["weights"]["bytes"] == 1_645_947_954_176
+    assert document["kv_bytes_per_token"] == {"fp8": 13_824, "bf16": 27_648}
+    assert document["state_bytes_per_request"] == 449_372_160
+    holders = {(fit["gpu"], fit["count"]) for fit in document["fits"]}
     assert holders >= {("b300", 8), ("gb300", 8), ("b200", 16)}
 
 
@@ -56,11 +56,11 @@ def test_a_result_weighs_what_its_source_was_planned_to(layout: str, k3_tiny: Pa
     assert run("run", k3_tiny, out, "--set", f"layout={layout}", "--quiet") == 0
     before, after = answer(k3_tiny), answer(out)
     plan = plan_conversion(source=open_checkpoint(k3_tiny), recipe=load_recipe(K3.recipe))
-    found = open_checkpoint(out)
+    checkpoint = open_checkpoint(out)
     assert (before["recipe"], after["recipe"]) == ("kimi-k3-nvfp4", None)
-    assert before["weights"]["bytes"] == after["weights"]["bytes"] == plan.data_bytes == found.tensor_bytes
+    assert before["weights"]["bytes"] == after["weights"]["bytes"] == plan.data_bytes == checkpoint.tensor_bytes
     config = read_json_file(out / "config.json")
-    report = collect_report(folder=out, tensors=found.tensors.values())
+    report = collect_report(folder=out, tensors=checkpoint.tensors.values())
     card = render_card(report, base_model=None, source=read_source_card(""), config=config)
     assert "of states per request." in card
     assert "```bash\n\n```" not in card
@@ -77,8 +77,8 @@ def test_a_result_weighs_what_its_source_was_planned_to(layout: str, k3_tiny: Pa
 def test_engines_are_given_the_parsers_of_k3_and_refuse_what_they_cannot_load() -> None:
     def words(engine: Any, **changed: Any) -> tuple[str, tuple[str, ...]]:
         usual: dict[str, Any] = {"layout": "modelopt", "activations": "w4a4", "parallelism": Parallelism(tensor=8)}
-        made = serve_command(engine, Deployment(model="me/K3", family=K3.card, **(usual | changed)))
-        return made.line, made.notes
+        command = serve_command(engine, Deployment(model="me/K3", family=K3.card, **(usual | changed)))
+        return command.line, command.notes
 
     for engine, options in (
         ("vllm", "--enable-auto-tool-choice --tool-call-parser kimi_k3 --reasoning-parser kimi_k3"),
@@ -117,5 +117,5 @@ def test_damaged_lists_of_layers_are_refused(
     changed: dict[str, Any], message: str, k3_tiny: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(k3_tiny, tmp_path, dirs_exist_ok=True)
-    edit_json(tmp_path / "config.json", lambda found: found["text_config"]["linear_attn_config"].update(changed))
+    edit_json(tmp_path / "config.json", lambda config: config["text_config"]["linear_attn_config"].update(changed))
     assert_refused(run_here("fit", tmp_path), message)

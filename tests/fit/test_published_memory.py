@@ -199,9 +199,9 @@ def test_the_least_number_of_each_gpu_is_that_of_all_layouts(model: Callable[[],
             continue
         if any(_holds(model(), gpu, Parallelism(tensor, expert, pipeline), settings) for expert in sizes):
             least[gpu.name] = count
-    found = find_holders(model(), settings=settings)
-    assert {name: min(fit.layout.num_gpus for fit in found if fit.gpu.name == name) for name in least} == least
-    assert {fit.gpu.name for fit in found} == least.keys()
+    fits = find_holders(model(), settings=settings)
+    assert {name: min(fit.layout.num_gpus for fit in fits if fit.gpu.name == name) for name in least} == least
+    assert {fit.gpu.name for fit in fits} == least.keys()
 
 
 def test_24_layers_of_k3_have_a_kv_cache_and_69_have_states() -> None:
@@ -220,9 +220,9 @@ def test_gpus_that_vllm_names_hold_k3() -> None:
     experts, and fits on 8 B200.
     """
     for model in (k3_source(), k3()):
-        found = holders(model, Settings(kv="bf16"))
-        assert found >= {("b300", 8), ("gb300", 8), ("b200", 16), ("gb200", 16)}
-        assert found.isdisjoint((("b200", 8), ("gb200", 8)))
+        gpus = holders(model, Settings(kv="bf16"))
+        assert gpus >= {("b300", 8), ("gb300", 8), ("b200", 16), ("gb200", 16)}
+        assert gpus.isdisjoint((("b200", 8), ("gb200", 8)))
     assert ("b200", 8) in holders(k3().with_experts(448), Settings())
 
 

@@ -90,16 +90,16 @@ def is_value(word: str, kind: Kind) -> bool:
 
 
 def test_every_command_and_note_has_options_and_values_of_the_engine(engine: Engine) -> None:
-    found = {made.words: made for made in commands(engine) if made.words}
-    assert len(found) > 100
-    for words, made in found.items():
+    launches = {launch.words: launch for launch in commands(engine) if launch.words}
+    assert len(launches) > 100
+    for words, launch in launches.items():
         program = PROGRAMS[engine]
         assert words[: len(program)] == program
         assert list(problems(engine, words)) == []
-        assert tuple(shlex.split(made.line)) == words
-        assert tuple(shlex.split(made.block.replace("\\\n", ""))) == words
-        assert all(len(line) <= 80 for line in made.block.splitlines())
-    notes = {note for made in commands(engine) for note in made.notes}
+        assert tuple(shlex.split(launch.line)) == words
+        assert tuple(shlex.split(launch.block.replace("\\\n", ""))) == words
+        assert all(len(line) <= 80 for line in launch.block.splitlines())
+    notes = {note for launch in commands(engine) for note in launch.notes}
     assert len(notes) > 5
     assert {word for note in notes for word in re.findall(r"--[a-z][\w-]+", note)} <= set(recorded(engine))
     assert "it's my folder" in shlex.split(command(engine, model="it's my folder").block.replace("\\\n", ""))
@@ -136,11 +136,11 @@ def test_layouts_in_each_engines_words(
     starts = ("vllm serve here", "python3 -m sglang.launch_server --model-path here", "trtllm-serve here")
     flags = ("--trust-remote-code", "--trust-remote-code", "--trust_remote_code")
     for engine, start, flag, expected in zip(ENGINES, starts, flags, (vllm, sglang, tensorrt_llm), strict=True):
-        made = command(engine, model="here", parallelism=parallelism, family=ModelCardFacts("a model", ()))
+        launch = command(engine, model="here", parallelism=parallelism, family=ModelCardFacts("a model", ()))
         if expected is None:
-            assert (made.words, len(made.notes)) == ((), 1)
+            assert (launch.words, len(launch.notes)) == ((), 1)
         else:
-            assert made.line == " ".join(filter(None, (start, expected, flag)))
+            assert launch.line == " ".join(filter(None, (start, expected, flag)))
 
 
 def test_context_cache_memory_and_revision_in_each_engines_words() -> None:
@@ -150,21 +150,21 @@ def test_context_cache_memory_and_revision_in_each_engines_words() -> None:
     assert "--max-model-len 131072 --kv-cache-dtype fp8 --gpu-memory-utilization 0.93" in vllm.line
     assert "--context-length 131072 --kv-cache-dtype fp8_e4m3" in sglang.line
     assert "--max_seq_len 131072 --kv_cache_dtype fp8" in tensorrt_llm.line
-    for made in (vllm, sglang, tensorrt_llm):
-        assert any("36 %" in note and "47 %" in note for note in made.notes)
-    for made, option in ((sglang, "--mem-fraction-static"), (tensorrt_llm, "--free_gpu_memory_fraction")):
-        assert any(option in note for note in made.notes), "their memory options count otherwise"
-        assert option not in made.words
+    for launch in (vllm, sglang, tensorrt_llm):
+        assert any("36 %" in note and "47 %" in note for note in launch.notes)
+    for launch, option in ((sglang, "--mem-fraction-static"), (tensorrt_llm, "--free_gpu_memory_fraction")):
+        assert any(option in note for note in launch.notes), "their memory options count otherwise"
+        assert option not in launch.words
     assert "--kv-cache-dtype bfloat16" in command("vllm", kv_cache="bf16").line
     assert any("16-bit KV cache" in note for note in command("tensorrt-llm", kv_cache="bf16").notes)
 
 
 def test_sglang_keeps_activations_of_weight_only_checkpoints_in_16_bits() -> None:
-    for made in {(made.layout, made.activations): made for made in deployments()}.values():
-        needs = (made.layout, made.activations) == ("modelopt", "w4a16")
-        found = serve_command("sglang", made)
-        assert ("marlin" in found.words) == needs
-        assert any("rounds activations to 4 bits" in note for note in found.notes) == needs
+    for setup in {(setup.layout, setup.activations): setup for setup in deployments()}.values():
+        needs = (setup.layout, setup.activations) == ("modelopt", "w4a16")
+        launch = serve_command("sglang", setup)
+        assert ("marlin" in launch.words) == needs
+        assert any("rounds activations to 4 bits" in note for note in launch.notes) == needs
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def test_the_scheme_of_nvfp4_weights_is_read_from_the_config() -> None:
 
 def test_documented_commands_are_the_functions() -> None:
     parallelism = usual_parallelism(published("moonshotai--Kimi-K2.5"), K2_5)
-    made = deployment(model="Kimi-K2-Thinking-NVFP4", parallelism=parallelism)
-    blocks = [serve_command(engine, made).block for engine in ENGINE_NAMES]
+    setup = deployment(model="Kimi-K2-Thinking-NVFP4", parallelism=parallelism)
+    blocks = [serve_command(engine, setup).block for engine in ENGINE_NAMES]
     assert serve_blocks(ROOT / "README.md") == blocks[:1]
     documented = serve_blocks(ROOT / "k2convert" / "guide" / "serve.md")
     assert documented[:3] == blocks

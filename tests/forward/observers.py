@@ -10,7 +10,7 @@ from whole_models import whole_model
 from k2convert.forward.moe import MlpTokens, Routing
 
 
-class Seen:
+class Recorder:
     """An observer that keeps everything."""
 
     def __init__(self) -> None:
@@ -42,15 +42,15 @@ class NetworkStates(NamedTuple):
 def transformers_states(folder: Path, ids: Tensor) -> NetworkStates:
     """What transformers' network with a checkpoint's weights computes, in FP32."""
     network: Any = whole_model(folder).network
-    found = NetworkStates([], [], {})
+    record = NetworkStates([], [], {})
     for number, layer in enumerate(network.model.layers):
-        layer.register_forward_pre_hook(lambda _m, args: found.states.append(args[0]))
-        layer.mlp.register_forward_pre_hook(lambda _m, args: found.inputs.append(args[0]))
+        layer.register_forward_pre_hook(lambda _m, args: record.states.append(args[0]))
+        layer.mlp.register_forward_pre_hook(lambda _m, args: record.inputs.append(args[0]))
         if hasattr(layer.mlp, "experts"):
             layer.mlp.gate.register_forward_hook(
-                lambda _m, _a, output, number=number: found.routings.update({number: (output[2], output[1])})
+                lambda _m, _a, output, number=number: record.routings.update({number: (output[2], output[1])})
             )
-    network.model.norm.register_forward_pre_hook(lambda _m, args: found.states.append(args[0]))
+    network.model.norm.register_forward_pre_hook(lambda _m, args: record.states.append(args[0]))
     with torch.inference_mode():
         network(ids, use_cache=False)
-    return found
+    return record

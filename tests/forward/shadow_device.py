@@ -27,7 +27,7 @@ class _ShadowTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, device: torch.device) -> "_ShadowTensor":
-        made: Any = Tensor._make_wrapper_subclass(
+        shadow: Any = Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -35,8 +35,8 @@ class _ShadowTensor(Tensor):
             dtype=inner.dtype,
             device=device,
         )
-        made.inner = inner
-        return made
+        shadow.inner = inner
+        return shadow
 
     @classmethod
     def __torch_dispatch__(cls, operator: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,9 +53,9 @@ def _compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
             is_index = tensor.device.type == "cpu" and name in _TAKE_CPU_INDICES and not tensor.is_floating_point()
             if tensor.device != device and tensor.ndim > 0 and not is_index and device is not None:
                 raise RuntimeError(f"{name}: tensors on {device} and {tensor.device}")
-    asked = kwargs.get("device")
-    if asked is not None:
-        device = torch.device(asked)
+    requested = kwargs.get("device")
+    if requested is not None:
+        device = torch.device(requested)
         kwargs = kwargs | {"device": torch.device("cpu")}
     if name == "aten::_fused_sdp_choice":
         return 0  # the one of torch that is made of other operators

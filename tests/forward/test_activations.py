@@ -75,8 +75,8 @@ def test_blocks_below_the_smallest_scale_are_flushed() -> None:
     flushed = torch.full((1, 16), 6 * 2.0**-10)
     assert torch.equal(quantize_activations(flushed, 1.0), torch.zeros(1, 16))
     assert torch.equal(quantize_activations(torch.zeros(3, 32), 1.0), torch.zeros(3, 32))
-    kept = torch.full((1, 16), 6 * 2.0**-10 * 1.01)
-    assert float(quantize_activations(kept, 1.0).abs().min()) > 0
+    retained = torch.full((1, 16), 6 * 2.0**-10 * 1.01)
+    assert float(quantize_activations(retained, 1.0).abs().min()) > 0
     assert float(quantize_activations(flushed, 2.0**-5).abs().min()) > 0
 
 

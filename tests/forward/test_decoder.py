@@ -21,7 +21,7 @@ from k2convert.models.config import text_config
 from scripts.fixture_maker.damage import edit_config
 from scripts.fixture_maker.inventory import SMALL_SHAPE
 from scripts.fixture_maker.shaped import make_k2_shaped
-from tests.forward.observers import Seen, transformers_states
+from tests.forward.observers import Recorder, transformers_states
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 
@@ -33,16 +33,16 @@ def token_ids(folder: Path, *, windows: int, length: int) -> Tensor:
 
 def streamed(
     folder: Path, ids: Tensor, *, workers: int = 1, devices: tuple[str, ...] = ("cpu",)
-) -> tuple[list[Tensor], list[Seen]]:
+) -> tuple[list[Tensor], list[Recorder]]:
     """The hidden states before the first and after every layer, and what an observer of each layer saw."""
     checkpoint = open_checkpoint(folder)
     with closing(WeightReader(checkpoint)) as reader:
         states = [embed(reader, ids)]
-        seen = []
+        observers = []
         for layer in range(text_config(checkpoint.config)["num_hidden_layers"]):
-            seen.append(Seen())
-            states.append(DecoderLayer(reader, layer, devices, workers).run(states[-1], seen[-1]))
-    return states, seen
+            observers.append(Recorder())
+            states.append(DecoderLayer(reader, layer, devices, workers).run(states[-1], observers[-1]))
+    return states, observers
 
 
 def same(states: list[Tensor], others: list[Tensor]) -> bool:
@@ -69,13 +69,13 @@ def peak_memory(folder: Path, *, experts: int) -> int:
 
 def assert_equals_transformers(folder: Path, ids: Tensor) -> None:
     """Hidden states within float noise, routing exactly. A tie of the router may have any order."""
-    ours, seen = streamed(folder, ids)
+    ours, observers = streamed(folder, ids)
     theirs, _, routings = transformers_states(folder, ids)
     assert torch.equal(ours[0], theirs[0])
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.allclose(mine, other, rtol=1e-4, atol=2e-6 * float(other.abs().max()))
     for layer, (experts, weights) in routings.items():
-        routing = seen[layer].routings[0]
+        routing = observers[layer].routings[0]
         order = routing.experts.argsort(dim=-1)
         their_order = experts.argsort(dim=-1)
         assert torch.equal(routing.experts.gather(1, order), experts.gather(1, their_order))
@@ -107,12 +107,12 @@ def test_an_observer_sees_experts_in_order_then_the_output(tiny: Path) -> None:
     ids = token_ids(tiny, windows=2, length=64)
     states, observers = streamed(tiny, ids)
     inputs = transformers_states(tiny, ids).inputs
-    for layer, seen in enumerate(observers):
-        order = [mlp.expert for mlp in seen.experts]
+    for layer, observer in enumerate(observers):
+        order = [mlp.expert for mlp in observer.experts]
         assert order == ([0] if layer == 0 else [*sorted(e for e in order if e is not None), None])
-        (after,) = seen.outputs
+        (after,) = observer.outputs
         assert torch.equal(after.view(states[0].shape), states[layer + 1])
-        assert torch.allclose(seen.inputs[0].view(states[0].shape), inputs[layer], rtol=1e-4, atol=1e-5)
+        assert torch.allclose(observer.inputs[0].view(states[0].shape), inputs[layer], rtol=1e-4, atol=1e-5)
 
 
 def test_a_dense_mlp_is_read_once_and_takes_tokens_in_pieces(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,12 +125,12 @@ def test_a_dense_mlp_is_read_once_and_takes_tokens_in_pieces(tiny: Path, monkeyp
     with closing(WeightReader(open_checkpoint(tiny))) as reader:
         layer = DecoderLayer(reader, 0, workers=2)
         hidden = embed(reader, ids)
-        seen = Seen()
-        layer.run(hidden, seen)
+        observer = Recorder()
+        layer.run(hidden, observer)
         for windows in hidden.split(2):
             layer.run(windows)
-    assert [mlp.tokens.numel() for mlp in seen.experts] == [DENSE_PIECE_TOKENS, 512]
-    assert torch.equal(torch.cat([mlp.tokens for mlp in seen.experts]), torch.arange(ids.numel()))
+    assert [mlp.tokens.numel() for mlp in observer.experts] == [DENSE_PIECE_TOKENS, 512]
+    assert torch.equal(torch.cat([mlp.tokens for mlp in observer.experts]), torch.arange(ids.numel()))
     assert read == [f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
 
 

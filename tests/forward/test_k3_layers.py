@@ -20,7 +20,7 @@ from k2convert.forward.weights import WeightReader
 from k2convert.models import read_architecture
 from k2convert.models.names import block_starts
 from scripts.fixture_maker.damage import edit_json
-from tests.forward.observers import Seen
+from tests.forward.observers import Recorder
 
 pytest.importorskip("llmcompressor")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Streamed(NamedTuple):
     logits: Tensor
     states: list[Tensor]
-    seen: list[Seen]
+    observers: list[Recorder]
 
 
 @torch.no_grad()
@@ -39,15 +39,15 @@ def streamed(folder: Path, ids: Tensor, *, workers: int = 1, devices: tuple[str,
     architecture = read_architecture(checkpoint)
     with closing(WeightReader(checkpoint)) as reader:
         states = [embed(reader, ids)]
-        seen = []
+        observers = []
         for layer in range(architecture.num_layers):
             blocks = [states[start] for start in block_starts(layer, architecture.residual_block)]
-            seen.append(Seen())
-            states.append(DecoderLayer(reader, layer, devices, workers).run(states[-1], seen[-1], blocks))
+            observers.append(Recorder())
+            states.append(DecoderLayer(reader, layer, devices, workers).run(states[-1], observers[-1], blocks))
         head = Head(reader)
         blocks = [states[start] for start in block_starts(architecture.num_layers, architecture.residual_block)]
         logits = head.rows(0, head.vocabulary).linear(head.normed(head.mixed(*blocks, states[-1])).flatten(0, 1))
-    return Streamed(logits.view(*ids.shape, -1), states, seen)
+    return Streamed(logits.view(*ids.shape, -1), states, observers)
 
 
 def token_ids(*, windows: int = 2, length: int = 80) -> Tensor:
@@ -58,9 +58,9 @@ def largest_error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def assert_same_routing(found: Streamed, theirs: NetworkRun) -> None:
+def assert_same_routing(ours: Streamed, theirs: NetworkRun) -> None:
     for layer, (experts, weights) in theirs.routings.items():
-        routing = found.seen[layer].routings[0]
+        routing = ours.observers[layer].routings[0]
         assert routing is not None
         order, other = routing.experts.argsort(dim=-1), experts.argsort(dim=-1)
         assert torch.equal(routing.experts.gather(1, order), experts.gather(1, other))
@@ -78,20 +78,20 @@ def theirs(lively: Path) -> NetworkRun:
 
 
 def test_logits_and_routing_are_those_of_moonshots_code(lively: Path, theirs: NetworkRun) -> None:
-    found = streamed(lively, token_ids())
-    assert largest_error(found.logits, theirs.logits) < 1e-4
-    for ours, other in zip(found.states[1:], theirs.states, strict=True):
-        assert largest_error(ours, other) < 1e-4
-    assert_same_routing(found, theirs)
+    ours = streamed(lively, token_ids())
+    assert largest_error(ours.logits, theirs.logits) < 1e-4
+    for mine, other in zip(ours.states[1:], theirs.states, strict=True):
+        assert largest_error(mine, other) < 1e-4
+    assert_same_routing(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ["one block", "published values"])
 def test_other_small_models_are_those_of_moonshots_code(kind: str, k3_tiny: Path, tmp_path: Path) -> None:
     folder = k3_tiny if kind == "published values" else make_lively_k3(tmp_path / "k3", block=12)
     ids = token_ids(windows=1, length=33)
-    found, theirs = streamed(folder, ids), run_network(folder, ids)
-    assert largest_error(found.logits, theirs.logits) < 1e-4
-    assert_same_routing(found, theirs)
+    ours, theirs = streamed(folder, ids), run_network(folder, ids)
+    assert largest_error(ours.logits, theirs.logits) < 1e-4
+    assert_same_routing(ours, theirs)
 
 
 def test_bytes_do_not_depend_on_workers_or_devices(lively: Path) -> None:
@@ -123,8 +123,8 @@ def test_the_delta_rule_is_that_of_transformers_and_of_its_definition(tokens: in
     theirs = [x.transpose(0, 1)[None] for x in (q * q.shape[-1] ** 0.5, k, v)]
     others = {"g": decays.transpose(0, 1)[None], "beta": beta.T[None], "initial_state": None}
     for function in (kimi_linear.chunk_kimi_delta_attention, kimi_linear.recurrent_kimi_delta_attention):
-        found, _ = function(*theirs, **others, output_final_state=False)
-        assert largest_error(ours, found[0].transpose(0, 1)) < 1e-5
+        output, _ = function(*theirs, **others, output_final_state=False)
+        assert largest_error(ours, output[0].transpose(0, 1)) < 1e-5
     state = torch.zeros(2, 16, 16)
     for t in range(min(tokens, 65)):
         state = state * decays[:, t, :, None].exp()
@@ -135,8 +135,8 @@ def test_the_delta_rule_is_that_of_transformers_and_of_its_definition(tokens: in
 
 def test_a_channel_that_forgets_at_once_overflows_nothing() -> None:
     q, k, v, _, beta = heads_of(64)
-    found = delta.delta_rule(q, k, v, torch.full_like(k, -1e4), beta)
-    assert torch.allclose(found, (q * k).sum(-1, keepdim=True) * beta[..., None] * v, atol=1e-6)
+    output = delta.delta_rule(q, k, v, torch.full_like(k, -1e4), beta)
+    assert torch.allclose(output, (q * k).sum(-1, keepdim=True) * beta[..., None] * v, atol=1e-6)
 
 
 def test_kda_without_the_switches_of_k3_is_that_of_transformers(lively: Path) -> None:

@@ -94,12 +94,12 @@ def yarn_frequencies(text: dict[str, Any]) -> list[float]:
     low = max(math.floor(channel(rope["beta_fast"])), 0)
     high = min(math.ceil(channel(rope["beta_slow"])), width - 1)
     high += 0.001 if low == high else 0
-    found: list[float] = []
+    frequencies: list[float] = []
     for pair in range(width // 2):
         frequency = base ** (-2 * pair / width)
         stretched = min(max((pair - low) / (high - low), 0), 1)
-        found.append(frequency / rope["factor"] * stretched + frequency * (1 - stretched))
-    return found
+        frequencies.append(frequency / rope["factor"] * stretched + frequency * (1 - stretched))
+    return frequencies
 
 
 @pytest.mark.parametrize("name", ["moonshotai--Kimi-K2.5_config.json", "moonshotai--Kimi-K2-Instruct_config.json"])

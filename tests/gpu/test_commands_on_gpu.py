@@ -20,7 +20,7 @@ from k2convert.quantize.gptq.device_kernel import check_device
 from k2convert.records.calibration import OutputErrors
 from k2convert.records.evaluation import Evaluation
 from k2convert.records.ledger import find_ledger
-from tests.forward.observers import Seen
+from tests.forward.observers import Recorder
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 
@@ -69,10 +69,10 @@ def test_figures_are_those_of_the_cpu(trained: Path, tmp_path: Path) -> None:
     again = evaluated("cuda", "again.json")
     assert (tmp_path / "cuda.json").read_bytes() == (tmp_path / "again.json").read_bytes()
     assert there == again
-    for one, other in zip(here.rows, there.rows, strict=True):
-        assert other.figures.divergence.mean == pytest.approx(one.figures.divergence.mean, rel=0.05)
-        assert other.figures.perplexity == pytest.approx(one.figures.perplexity, rel=0.01)
-        for layer, same in zip(one.layers, other.layers, strict=True):
+    for row, other in zip(here.rows, there.rows, strict=True):
+        assert other.figures.divergence.mean == pytest.approx(row.figures.divergence.mean, rel=0.05)
+        assert other.figures.perplexity == pytest.approx(row.figures.perplexity, rel=0.01)
+        for layer, same in zip(row.layers, other.layers, strict=True):
             assert same.relative_error == pytest.approx(layer.relative_error, rel=0.05, abs=1e-9)
     assert there.rows[-1].figures.divergence.maximum == 0, "the source against itself"
 
@@ -86,17 +86,17 @@ def test_layers_are_those_of_the_cpu(tiny: Path, devices: tuple[str, ...]) -> No
     with closing(WeightReader(open_checkpoint(tiny))) as reader:
         hidden = embed(reader, ids)
         for layer in range(4):
-            seen = Seen()
+            observer = Recorder()
             expected = DecoderLayer(reader, layer).run(hidden)
-            found = DecoderLayer(reader, layer, devices, workers=3).run(hidden, seen)
-            assert found.device == hidden.device
-            assert all(mlp.tokens.is_cuda for mlp in seen.experts)
-            assert seen.outputs[0].is_cuda
+            output = DecoderLayer(reader, layer, devices, workers=3).run(hidden, observer)
+            assert output.device == hidden.device
+            assert all(mlp.tokens.is_cuda for mlp in observer.experts)
+            assert observer.outputs[0].is_cuda
             # A token near a tie of the router may choose another expert for TF32's noise in the attention.
-            close = torch.nn.functional.cosine_similarity(found, expected, dim=-1) > 0.9999
+            close = torch.nn.functional.cosine_similarity(output, expected, dim=-1) > 0.9999
             assert float(close.float().mean()) > 0.99
-            if seen.routings[0] is not None:
-                routing = read_router(reader, f"model.layers.{layer}.mlp")(seen.inputs[0].cpu())
-                same = seen.routings[0].experts.cpu().sort().values == routing.experts.sort().values
+            if observer.routings[0] is not None:
+                routing = read_router(reader, f"model.layers.{layer}.mlp")(observer.inputs[0].cpu())
+                same = observer.routings[0].experts.cpu().sort().values == routing.experts.sort().values
                 assert float(same.float().mean()) > 0.999, "only exact ties may differ: the router does not use TF32"
             hidden = expected

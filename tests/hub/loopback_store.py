@@ -155,8 +155,8 @@ class Store:
 
     def _xet_hash(self, sha256: str) -> str | None:
         for path in (self.root / "cas").rglob("*.mdb"):
-            for found, xet_hash in _read_xet_shard(path.read_bytes()):
-                if found == sha256:
+            for digest, xet_hash in _read_xet_shard(path.read_bytes()):
+                if digest == sha256:
                     return xet_hash
         return None
 

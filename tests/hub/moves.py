@@ -24,8 +24,8 @@ def with_config(files: Files, **fields: object) -> Files:
 def moved(files: Files) -> Files:
     """A new template, new code in place of the old, and another end of text: what maintainers mend after a release."""
     new = {"chat_template.jinja": entry(b"{{ messages }}"), "tokenization_new.py": entry(b"NEW = True\n")}
-    kept = {path: file for path, file in files.items() if path != OLD_CODE}
-    return with_config(kept | new, eos_token_id=[0, 1])
+    retained = {path: file for path, file in files.items() if path != OLD_CODE}
+    return with_config(retained | new, eos_token_id=[0, 1])
 
 
 def move(server: LoopbackHub) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from contextlib import chdir
 from pathlib import Path
 
 import pytest
-from command import RunCli, run_here, said
+from command import RunCli, messages_of, run_here
 from evaluation_makers import evaluation_of, write_evaluation
 from loopback import TOKEN, LoopbackHub
 from published import WORK
@@ -29,7 +29,7 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
         env = {"HF_ENDPOINT": running.url, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "home")}
         with chdir(folder):
             done = run_here("run", "hf://moon/tiny", "hf://me/out", "--yes", **env)
-        assert (done.returncode, said(done.stderr).splitlines()[-1]) == (0, f"next: {SERVE}")
+        assert (done.returncode, messages_of(done.stderr).splitlines()[-1]) == (0, f"next: {SERVE}")
         assert list((folder / WORK).glob("*.safetensors")) == []
         yield running, folder / WORK
 
@@ -56,7 +56,7 @@ def test_next_commands_work_as_printed(done: str, hub_after: LoopbackHub, cli: R
     lines: list[str] = []
     while words[0] != "serve":
         shown = cli(*words, code=0)
-        (line,) = (line for line in said(shown.stderr).splitlines() if line.startswith("next: "))
+        (line,) = (line for line in messages_of(shown.stderr).splitlines() if line.startswith("next: "))
         lines.append(line.removeprefix("next: "))
         words = tuple(shlex.split(lines[-1])[1:])
     assert lines == ["k2convert validate hf://me/out --source hf://moon/tiny", SERVE]
@@ -75,7 +75,7 @@ def test_the_work_folder_is_published_and_has_no_shards(done: str, hub_after: Lo
     assert again == {"repo": "me/out", "commit": done, "published_before": True}
     for shown in (cli("status", WORK), cli("publish", WORK, "--repo", "me/out", "--yes")):
         assert f"published as hf://me/out at commit {done}" in shown.stdout
-        assert said(shown.stderr) == "next: k2convert validate hf://me/out --source hf://moon/tiny\n"
+        assert messages_of(shown.stderr) == "next: k2convert validate hf://me/out --source hf://moon/tiny\n"
     assert "published as hf://me/out" in cli("publish", WORK, "--repo", "me/other", "--yes", code=1).stderr
     assert hub_after.traffic.requests == []
 
@@ -88,7 +88,10 @@ def test_running_again_notes_the_commit_at_once(done: str, hub_after: LoopbackHu
     cli("publish", WORK, "--repo", "me/out", code=1)
     hub_after.traffic.requests.clear()
     again = cli("run", "hf://moon/tiny", "hf://me/out", "--yes")
-    assert (again.returncode, said(again.stderr).splitlines()[-1]) == (0, "me/out: main already holds this result")
+    assert (again.returncode, messages_of(again.stderr).splitlines()[-1]) == (
+        0,
+        "me/out: main already holds this result",
+    )
     assert hub_after.traffic.bytes_sent(r"\.safetensors$") < 200_000  # headers
     assert not hub_after.traffic.matching("POST", "/commit/")
     assert f"published as hf://me/out at commit {done}" in cli("status", WORK).stdout
@@ -129,8 +132,8 @@ def test_a_missing_repository_is_one_line(done: str, cli: RunCli, verb: str) -> 
     ):
         shown = cli(verb, address)
         assert (shown.returncode, shown.stdout) == (1, "")
-        assert said(shown.stderr).startswith(f"error: {words}")
-        assert said(shown.stderr).count("\n") == 1
+        assert messages_of(shown.stderr).startswith(f"error: {words}")
+        assert messages_of(shown.stderr).count("\n") == 1
 
 
 @pytest.mark.slow
@@ -173,7 +176,7 @@ def test_status_says_that_the_published_copy_lags_behind(
     assert json.loads(cli("status", "out", "--json").stdout)["published_is_current"] is False
     shown = cli("status", "out", code=0)
     assert behind in shown.stdout
-    assert said(shown.stderr) == "next: k2convert publish out --repo me/out\n"
+    assert messages_of(shown.stderr) == "next: k2convert publish out --repo me/out\n"
     cli("publish", "out", "--repo", "me/out", "--yes", code=0)
     assert server.store.read("me/out", "chat_template.jinja") == b"{{ messages }}"
     assert behind not in cli("status", "out", code=0).stdout

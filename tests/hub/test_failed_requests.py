@@ -27,10 +27,10 @@ def no_pause(_: float) -> None:
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between attempts, which take no time."""
-    found: list[float] = []
-    monkeypatch.setattr(client, "sleep", found.append)
+    seconds: list[float] = []
+    monkeypatch.setattr(client, "sleep", seconds.append)
     monkeypatch.setattr(time, "sleep", no_pause)  # of the library, which has attempts of its own
-    return found
+    return seconds
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_the_requests_of_the_library_are_as_before(tiny_hub: LoopbackHub) -> Non
     ],
 )
 def test_words_of_hf_xet_tell_a_refusal_from_an_outage(words: str, status: int | None, may_pass: bool) -> None:
-    error = explain_transport("send x", RuntimeError(words), what="the upload failed")
+    error = explain_transport("send x", RuntimeError(words), failure="the upload failed")
     assert (error.status, error.transient, error.is_outage) == (status, may_pass, may_pass)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import RunCli, said
+from command import RunCli, messages_of
 from damaged_files import edit_sealed, flip
 from loopback import LoopbackHub
 from published import JOB, assert_published, stop_before_main
@@ -34,12 +34,12 @@ def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path, ShardRecord]
     monkeypatch.setattr(executor, "convert_shard", convert_and_plant)
 
 
-def place_of(path: Path, what: str) -> int:
+def offset_of(path: Path, part: str) -> int:
     """The offset of a code byte, a block scale, a copied tensor's byte, or a byte of the header."""
-    if what == "header":
+    if part == "header":
         return path.read_bytes().index(b'"dtype":"') + len(b'"dtype":"')
     tensors = read_header(path).tensors
-    dtype = {"code": "U8", "scale": "F8_E4M3", "copied": "BF16"}[what]
+    dtype = {"code": "U8", "scale": "F8_E4M3", "copied": "BF16"}[part]
     return next(t.begin + t.num_bytes // 2 for t in tensors.values() if t.dtype == dtype)
 
 
@@ -50,19 +50,19 @@ def assert_nothing_on_main(server: LoopbackHub) -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("what", "with_xet"), [("code", True), ("scale", False), ("copied", True), ("header", False)])
+@pytest.mark.parametrize(("part", "with_xet"), [("code", True), ("scale", False), ("copied", True), ("header", False)])
 def test_a_byte_planted_between_conversion_and_upload_stops_the_job(
-    tiny_hub: LoopbackHub, cli: RunCli, what: str, with_xet: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_hub: LoopbackHub, cli: RunCli, part: str, with_xet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", not with_xet)
 
     def plant(path: Path, record: ShardRecord) -> ShardRecord:
-        flip(path, place_of(path, what))
+        flip(path, offset_of(path, part))
         return record
 
     planted(monkeypatch, plant)
     done = cli(*JOB, code=1)
-    [error] = [line for line in said(done.stderr).splitlines() if line.startswith("error:")]
+    [error] = [line for line in messages_of(done.stderr).splitlines() if line.startswith("error:")]
     assert f"{SHARD}: does not match its recorded hash. Delete it and rerun" in error
     assert_nothing_on_main(tiny_hub)
 

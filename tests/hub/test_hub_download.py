@@ -123,10 +123,10 @@ def test_a_hub_that_stays_broken_is_reported_and_the_work_is_kept(
     )
     with pytest.raises(HubError, match=r"503.*Run the same command again to continue"):
         fetch(hub, source, tmp_path / SHARD)
-    kept = recorded_bytes(tmp_path)
+    saved = recorded_bytes(tmp_path)
     server.traffic.clear()
     fetch(hub, source, tmp_path / SHARD)
-    assert server.traffic.bytes_sent(SHARD) == (tiny / SHARD).stat().st_size - kept
+    assert server.traffic.bytes_sent(SHARD) == (tiny / SHARD).stat().st_size - saved
 
 
 def test_a_stopped_download_is_continued_inside_the_shard(
@@ -145,13 +145,13 @@ def test_a_stopped_download_is_continued_inside_the_shard(
     with pytest.raises(HubError, match=r"stopped\. Run the same command again to continue"):
         download_shard(hub, source, SHARD, target=tmp_path / SHARD, stop=stop)
     stopper.join()
-    kept = recorded_bytes(tmp_path)
+    saved = recorded_bytes(tmp_path)
     server.traffic.bytes_per_second = None
     server.traffic.clear()
     fetch(hub, source, tmp_path / SHARD)
     size = (tiny / SHARD).stat().st_size
-    assert server.traffic.bytes_sent(SHARD) == size - kept
-    assert kept >= 3 * MIN_SEGMENT_BYTES
+    assert server.traffic.bytes_sent(SHARD) == size - saved
+    assert saved >= 3 * MIN_SEGMENT_BYTES
     assert (tmp_path / SHARD).read_bytes() == (tiny / SHARD).read_bytes()
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import RunCli, run_here, said
+from command import RunCli, messages_of, run_here
 from disk import Watched
 from faults import refused_after
 from loopback import LoopbackHub
@@ -23,10 +23,10 @@ def here(tiny: Path, local_result: Path, ids: Path) -> Evaluation:
 
 
 def unnamed(path: Path) -> Evaluation:
-    found = find_evaluation(path)
-    assert found is not None
-    rows = tuple(replace(row, model=replace(row.model, name="")) for row in found.rows)
-    return replace(found, reference=replace(found.reference, name=""), rows=rows)
+    evaluation = find_evaluation(path)
+    assert evaluation is not None
+    rows = tuple(replace(row, model=replace(row.model, name="")) for row in evaluation.rows)
+    return replace(evaluation, reference=replace(evaluation.reference, name=""), rows=rows)
 
 
 @pytest.fixture
@@ -50,10 +50,10 @@ def test_checkpoints_on_the_hub_have_the_same_figures(
     here: Evaluation,
     on_hub: tuple[bool, bool],
 ) -> None:
-    places = [
+    addresses = [
         there if is_remote else own for is_remote, there, own in zip(on_hub, ENDS, (tiny, local_result), strict=True)
     ]
-    words = ("evaluate", *places, "--text", ids, *SMALL, "--out", "found.json")
+    words = ("evaluate", *addresses, "--text", ids, *SMALL, "--out", "found.json")
     document = json.loads(cli(*words, "--dry-run", "--json", code=0).stdout)
     needed = document["disk_needed"]
     shards = sum(p.stat().st_size for f in (tiny, local_result) for p in f.glob("*.safetensors"))
@@ -72,22 +72,22 @@ def test_kimi_k3_on_the_hub_has_the_figures_of_the_same_run_here(
 ) -> None:
     """Also by its own tokenizer, which comes from the Hub too."""
     server.store.add_folder("moon/tiny", k3_cut)
-    found = dict[str, tuple[Evaluation, object]]()
+    figures = dict[str, tuple[Evaluation, object]]()
     for name, source, result in (("here", k3_cut, "ours"), ("there", *ENDS)):
         cli("run", source, result, "--device", "cpu", *(("--yes",) if name == "there" else ()), code=0)
         cli("evaluate", source, result, "--text", text, *SMALL, "--out", f"{name}.json", code=0)
         proven = json.loads(cli("validate", result, "--source", source, "--json", code=0).stdout)
-        found[name] = unnamed(cwd / f"{name}.json"), proven["weights"]["totals"]
-    assert found["there"] == found["here"]
-    assert [row.figures.divergence.maximum == 0 for row in found["here"][0].rows] == [True, False]
+        figures[name] = unnamed(cwd / f"{name}.json"), proven["weights"]["totals"]
+    assert figures["there"] == figures["here"]
+    assert [row.figures.divergence.maximum == 0 for row in figures["here"][0].rows] == [True, False]
 
 
 def test_without_a_folder_a_file_is_asked_for(both_on_hub: LoopbackHub, cli: RunCli, ids: Path, cwd: Path) -> None:
     done = cli("evaluate", *ENDS, "--text", ids, *SMALL, code=1)
-    assert said(done.stderr).startswith("error: no checkpoint is in a folder of its own")
+    assert messages_of(done.stderr).startswith("error: no checkpoint is in a folder of its own")
     assert done.stderr.endswith("Name a file with --out.\n")
     done = cli("evaluate", *ENDS, "--text", ids, *SMALL, "--out", "x.json", "--max-disk", "1MB", "--quiet", code=1)
-    assert said(done.stderr).startswith("error: x.json.work: the evaluation needs ")
+    assert messages_of(done.stderr).startswith("error: x.json.work: the evaluation needs ")
     assert "may use 1.00 MB. Allow more with --max-disk" in done.stderr
     assert list(cwd.iterdir()) == []
 

@@ -29,25 +29,25 @@ def test_a_partial_download(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local
         while not record.exists() and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
-    kept = record.read_text().split('"done": "')[1].count("1") * 65536
-    assert kept > 0
+    saved = record.read_text().split('"done": "')[1].count("1") * 65536
+    assert saved > 0
     tiny_hub.traffic.bytes_per_second = None
     tiny_hub.traffic.clear()
     cli(*JOB, code=0)
     assert_published(tiny_hub, local_result)
-    assert tiny_hub.traffic.bytes_sent(shard) <= (tiny / shard).stat().st_size - kept + 200_000, "and a header"
+    assert tiny_hub.traffic.bytes_sent(shard) <= (tiny / shard).stat().st_size - saved + 200_000, "and a header"
 
 
-_PLACES = [("GET", place) for place in (r"\.safetensors$", "/api/models/", "/tree/")]
-_PLACES += [("POST", place) for place in ("/preupload/", "/commit/")]
+_REQUESTS = [("GET", path) for path in (r"\.safetensors$", "/api/models/", "/tree/")]
+_REQUESTS += [("POST", path) for path in ("/preupload/", "/commit/")]
 
 
 def random_fault(choice: random.Random) -> Fault:
     kind = choice.choice(["503", "reset", "short", "wrong", "429", "412", "upload"])
     after = choice.randrange(0, 1_000_000)
     if kind in ("503", "429"):
-        place = choice.choice(_PLACES)
-        return Fault(*place, status=int(kind), retry_after=1 if kind == "429" else None)
+        request = choice.choice(_REQUESTS)
+        return Fault(*request, status=int(kind), retry_after=1 if kind == "429" else None)
     if kind == "412":
         return Fault("POST", "/commit/main", status=412)
     if kind == "upload":
@@ -170,16 +170,16 @@ def test_an_outage_of_more_than_an_hour_ends_the_job(
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 50)])
 def test_a_hub_job_on_screen(columns: int, rows: int, tiny_hub: LoopbackHub, cwd: Path, hub_environment: None) -> None:
     tiny_hub.traffic.bytes_per_second = 1_000_000.0
-    seen: list[str] = []
+    screens: list[str] = []
 
     def watch(screen: Screen, process: "subprocess.Popen[bytes]") -> None:
         assert process.pid
-        seen.append(screen.stable)
+        screens.append(screen.stable)
 
     done = in_terminal(*JOB, columns=columns, rows=rows, folder=cwd, watch=watch, HF_HUB_DISABLE_XET="1")
     assert done.code == 0
     same_as_golden(f"hub-{columns}", done.screen.stable)
-    shares = {tuple(map(int, re.findall(r"(\d+) %", text)[:3])) for text in seen}
+    shares = {tuple(map(int, re.findall(r"(\d+) %", text)[:3])) for text in screens}
     assert any(len(s) == 3 and 100 > s[0] > s[2] for s in shares), f"phases run ahead of each other: {shares}"
 
 

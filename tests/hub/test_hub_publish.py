@@ -234,9 +234,9 @@ def test_limits_are_named_before_the_start(server: LoopbackHub, hub: Hub) -> Non
     with pytest.raises(HubError, match="50 GB, the Hub's limit per file"):
         target_of(hub, total=60 * 10**9)
     shards = {f"{i}.safetensors": 9_800_000_000 for i in range(61)}
-    found = check_target(hub, repo="me/out", private=True, file_bytes=shards, licence=None, source=None)
-    assert "a free account has 100 GB of private storage" in found.notices[0]
-    assert "no license" in found.notices[1]
+    target = check_target(hub, repo="me/out", private=True, file_bytes=shards, licence=None, source=None)
+    assert "a free account has 100 GB of private storage" in target.notices[0]
+    assert "no license" in target.notices[1]
     public = check_target(hub, repo="me/out", private=False, file_bytes=shards, licence=MIT, source=None)
     assert public.notices == ()
 
@@ -252,8 +252,8 @@ def test_making_a_private_source_public_is_said(server: LoopbackHub, hub: Hub, t
     server.store.add_folder("me/secret", tiny, private=True)
     source = resolve_source(hub, RepoRef("me/secret"))
     for private in (True, False):
-        found = check_target(hub, repo="me/out", private=private, file_bytes={}, licence=MIT, source=source)
-        assert any("me/secret is private" in notice for notice in found.notices) == (not private)
+        target = check_target(hub, repo="me/out", private=private, file_bytes={}, licence=MIT, source=source)
+        assert any("me/secret is private" in notice for notice in target.notices) == (not private)
 
 
 def test_only_requests_to_the_hub_have_the_token(server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None) -> None:

@@ -46,9 +46,9 @@ def start(cwd: Path, nodes: Nodes) -> subprocess.Popen[str]:
 
 def downloading(driver: subprocess.Popen[str], temporary: Path, nodes: Nodes) -> tuple[int, int]:
     """Wait until a node downloads; returns a process that does a task, and its raylet."""
-    while not list(temporary.rglob("*.safetensors.part")) or not (found := nodes.working()):
+    while not list(temporary.rglob("*.safetensors.part")) or not (workers := nodes.working()):
         assert driver.poll() is None
-    return next(iter(found.items()))
+    return next(iter(workers.items()))
 
 
 @pytest.mark.slow
@@ -65,10 +65,10 @@ def test_nodes_fetch_convert_and_send_whoever_dies(
         with suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
         tiny_hub.traffic.bytes_per_second = None
-        _, said = driver.communicate(timeout=120)
-        assert driver.returncode == 0, said
+        _, errors = driver.communicate(timeout=120)
+        assert driver.returncode == 0, errors
     assert_published(tiny_hub, local_result)
-    assert len(set(re.findall(r"node \S+ \((\w+)\): model-", said))) >= 2
+    assert len(set(re.findall(r"node \S+ \((\w+)\): model-", errors))) >= 2
     assert not list(cwd.rglob("*.safetensors")), "no shard came to the driver"
 
     left = set(temporary.glob("k2convert-*"))  # by tasks that were killed
@@ -87,6 +87,6 @@ def test_what_a_node_says_of_an_outage_is_shown(
         downloading(driver, temporary, nodes)
         tiny_hub.traffic.inject(Fault("GET", r"\.safetensors$", times=2))
         tiny_hub.traffic.bytes_per_second = None
-        _, said = driver.communicate(timeout=120)
-    assert driver.returncode == 0, said
-    assert re.search(r"node \S+ \(\w+\): model-\S+: .*503.*; trying again in ", said)
+        _, errors = driver.communicate(timeout=120)
+    assert driver.returncode == 0, errors
+    assert re.search(r"node \S+ \(\w+\): model-\S+: .*503.*; trying again in ", errors)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import RunCli, cli_environment, run_cli, said, start_cli
+from command import RunCli, cli_environment, messages_of, run_cli, start_cli
 from damaged_files import flip
 from evaluation_makers import evaluation_of, write_evaluation
 from faults import Fault
@@ -32,7 +32,7 @@ def ledger_with(**fields: object) -> Callable[[Path], object]:
 
 def stale_evaluation(cwd: Path) -> None:
     write_evaluation(cwd / "out", evaluation_of(cwd / "out"))
-    edit_json(cwd / "out" / "evaluation.json", lambda found: found["rows"][0]["model"].update(weights="0" * 64))
+    edit_json(cwd / "out" / "evaluation.json", lambda document: document["rows"][0]["model"].update(weights="0" * 64))
 
 
 def in_work(name: str, *, is_folder: bool) -> Callable[[Path], object]:
@@ -97,7 +97,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_published(
     shutil.copytree(local_result, cwd / "out")
     arrange(cwd)
     done = cli(*words.split(), code=code)
-    assert message in " ".join(said(done.stderr).split())
+    assert message in " ".join(messages_of(done.stderr).split())
     assert "Traceback" not in done.stderr
     assert all(list(repo.files()) == [".gitattributes"] for n, repo in tiny_hub.store.repos.items() if n != "moon/tiny")
 
@@ -123,7 +123,7 @@ def test_names_are_kept(server: LoopbackHub, cli: RunCli, local_result: Path, ti
     edit_config(source, model_type="deepseek_v3")
     server.store.add_folder("moon/other", source)
     refused = cli("run", "hf://moon/other", "out", code=1)
-    assert said(refused.stderr).startswith("error: hf://moon/other: config.json: model_type is 'deepseek_v3'")
+    assert messages_of(refused.stderr).startswith("error: hf://moon/other: config.json: model_type is 'deepseek_v3'")
 
 
 def test_a_remote_source_is_planned_by_headers_alone(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path) -> None:
@@ -240,7 +240,7 @@ def test_what_the_hub_forbids_is_not_tried_again(
     done = cli(*JOB, code=1)
     assert time.monotonic() - begin < 25
     assert "trying again" not in done.stderr
-    assert all(remedy in said(done.stderr) for remedy in remedies)
+    assert all(remedy in messages_of(done.stderr) for remedy in remedies)
 
 
 @pytest.mark.quick(1)
@@ -257,7 +257,7 @@ def test_what_the_hub_forbids_is_not_tried_again(
 )
 def test_a_wrong_variable_of_the_network_is_one_line(tmp_path: Path, variable: str, value: str, words: str) -> None:
     done = run_cli("inspect", "hf://moon/tiny", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0", **{variable: value})
-    error = said(done.stderr)
+    error = messages_of(done.stderr)
     assert (done.returncode, error.count("\n")) == (1, 1), done.stderr
     assert error.startswith(f"error: {words}")
 
@@ -346,7 +346,7 @@ def test_an_answer_that_is_not_the_hubs_is_one_line(
         words = [{"TINY": str(tiny), "RESULT": str(local_result)}.get(word, word) for word in COMMANDS[name]]
         done = cli(*words)
     assert done.returncode == 1, done.stderr
-    errors = [line for line in said(done.stderr).splitlines() if "trying again" not in line]
+    errors = [line for line in messages_of(done.stderr).splitlines() if "trying again" not in line]
     assert len(errors) == 1, done.stderr
     assert errors[0].startswith("error: ")
     assert len(errors[0]) < 600

@@ -92,11 +92,13 @@ PAST = ["Mon, 01 Jan 2024 00:00:00 GMT", "Mon, 01 Jan 2024 00:00:00 -0000"]
 
 
 @pytest.mark.parametrize(
-    ("asked", "seconds"), [(1, 1), *((asked, 0) for asked in (*PAST, "\N{SUPERSCRIPT TWO}", "soon"))]
+    ("retry_after", "seconds"), [(1, 1), *((retry_after, 0) for retry_after in (*PAST, "\N{SUPERSCRIPT TWO}", "soon"))]
 )
-def test_retry_after_is_obeyed_if_it_is_one(tiny_hub: LoopbackHub, hub: Hub, asked: int | str, seconds: int) -> None:
+def test_retry_after_is_obeyed_if_it_is_one(
+    tiny_hub: LoopbackHub, hub: Hub, retry_after: int | str, seconds: int
+) -> None:
     notices: list[str] = []
-    tiny_hub.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=asked))
+    tiny_hub.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=retry_after))
     resolve_source(replace(hub, notify=notices.append), RepoRef("moon/tiny"))
     assert notices == [f"the Hub answered 429 (injected); trying again in {seconds} s"]
 
@@ -104,8 +106,8 @@ def test_retry_after_is_obeyed_if_it_is_one(tiny_hub: LoopbackHub, hub: Hub, ask
 def test_a_wait_is_at_most_an_hour(tiny_hub: LoopbackHub, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("k2convert.hub.client.NUM_ATTEMPTS", 1)
     for seconds, least, most in ((100, 90, 100), (10**6, 3600, 3600)):
-        asked = formatdate(time.time() + seconds, usegmt=True)
-        tiny_hub.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=asked))
+        retry_after = formatdate(time.time() + seconds, usegmt=True)
+        tiny_hub.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=retry_after))
         with pytest.raises(HubRequestError) as caught:
             resolve_source(hub, RepoRef("moon/tiny"))
         assert least <= (caught.value.retry_after or 0) <= most

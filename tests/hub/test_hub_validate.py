@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import RunCli, cli_environment, said, start_cli
+from command import RunCli, cli_environment, messages_of, start_cli
 from damaged_files import flip
 from disk import Watched
 from evaluation_makers import evaluation_of, write_evaluation
@@ -75,7 +75,7 @@ def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
         "a stray shard": lambda: shutil.copyfile(first, published / "more.safetensors"),
         "no index": (published / "model.safetensors.index.json").unlink,
         "an evaluation of other weights": lambda: edit_json(
-            evaluation, lambda found: found["rows"][0]["model"].update(weights="0" * 64)
+            evaluation, lambda document: document["rows"][0]["model"].update(weights="0" * 64)
         ),
         "an empty evaluation": lambda: evaluation.write_text(" " * 10),
         "a large evaluation": lambda: os.truncate(evaluation, 101_000_000),
@@ -92,7 +92,7 @@ def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
         assert json.loads(there.stdout)["contract"]["failed"] == [19]
         errors = cli("report", "hf://me/out", code=0).stderr
         assert "evaluation.json is not shown" in errors
-        assert "the contract failed by rule 19" in said(errors)
+        assert "the contract failed by rule 19" in messages_of(errors)
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_result_without_shards_is_named(tiny_hub: LoopbackHub, cli: RunCli) ->
     tiny_hub.store.create("me/empty")
     shown = cli("validate", "hf://me/empty")
     assert (shown.returncode, shown.stdout) == (1, "")
-    assert said(shown.stderr) == (
+    assert messages_of(shown.stderr) == (
         "error: hf://me/empty: has no shards, so it holds no result. Check the name and the revision.\n"
     )
 
@@ -125,14 +125,14 @@ def test_errors_name_the_repository(tiny_hub: LoopbackHub, cli: RunCli, publishe
     for verb in ("validate", "report"):
         shown = cli(verb, "hf://me/out")
         assert (shown.returncode, shown.stdout) == (1, "")
-        assert said(shown.stderr).splitlines()[-1].startswith("error: hf://me/out: holds a BF16 copy")
+        assert messages_of(shown.stderr).splitlines()[-1].startswith("error: hf://me/out: holds a BF16 copy")
         assert str(temporary.folder) not in shown.stderr
 
 
 def test_the_next_command_serves_it(tiny_hub: LoopbackHub, cli: RunCli, published: Path, temporary: Watched) -> None:
     commit = tiny_hub.store.add_folder("me/out", published).refs["main"]
     shown = cli("validate", f"hf://me/out@{commit}", code=0)
-    line = said(shown.stderr).splitlines()[-1]
+    line = messages_of(shown.stderr).splitlines()[-1]
     assert line.startswith(f"next: vllm serve me/out --revision {commit} --tensor-parallel-size")
     assert str(temporary.folder) not in shown.stdout + shown.stderr
 

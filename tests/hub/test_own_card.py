@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import RunCli, run_here, said
+from command import RunCli, messages_of, run_here
 from evaluation_makers import evaluation_of, write_evaluation
 from loopback import LoopbackHub
 from loopback_store import Entry
@@ -54,17 +54,17 @@ def assert_completed(card: str) -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("places", ["folder", "repository", "both"])
-def test_a_card_by_hand_stays(server: LoopbackHub, cli: RunCli, out: Path, places: str) -> None:
+@pytest.mark.parametrize("location", ["folder", "repository", "both"])
+def test_a_card_by_hand_stays(server: LoopbackHub, cli: RunCli, out: Path, location: str) -> None:
     """That of the folder replaces that of the repository, and this is said."""
-    if places != "folder":
-        put(server, BY_HAND.encode() if places == "repository" else b"# Another\n")
-    if places != "repository":
+    if location != "folder":
+        put(server, BY_HAND.encode() if location == "repository" else b"# Another\n")
+    if location != "repository":
         (out / "README.md").write_text(BY_HAND)
-    words = f"{WORDS}. It replaces the one of me/out\n" if places == "both" else f"{WORDS}\n"
-    assert words in said(cli("publish", out, "--repo", "me/out", "--yes", code=0).stderr)
+    words = f"{WORDS}. It replaces the one of me/out\n" if location == "both" else f"{WORDS}\n"
+    assert words in messages_of(cli("publish", out, "--repo", "me/out", "--yes", code=0).stderr)
     assert_completed(card_of(server))
-    if places != "repository":
+    if location != "repository":
         assert (out / "README.md").read_text() == BY_HAND
     write_evaluation(out, evaluation_of(out))
     cli("publish", out, "--repo", "me/out", "--yes", code=0)
@@ -123,7 +123,7 @@ def test_a_card_that_cannot_be_completed_stays(server: LoopbackHub, cli: RunCli,
 @pytest.mark.parametrize("matter", ["license: [mit", "license: mine"])
 def test_a_card_that_the_hub_refuses_is_refused_early(server: LoopbackHub, cli: RunCli, out: Path, matter: str) -> None:
     (out / "README.md").write_text(f"---\n{matter}\n---\n# Mine\n")
-    error = said(cli("publish", out, "--repo", "me/out", "--yes", code=1).stderr)
+    error = messages_of(cli("publish", out, "--repo", "me/out", "--yes", code=1).stderr)
     assert f"{out}/README.md: the Hub does not accept its metadata. Correct" in error
     assert "me/out" not in server.store.repos
 
@@ -141,10 +141,10 @@ def test_a_card_that_the_hub_refuses_is_refused_early(server: LoopbackHub, cli: 
     ],
 )
 def test_every_form_of_front_matter_is_completed(server: LoopbackHub, hub: Hub, card: str) -> None:
-    made = marked(
+    generated = marked(
         "---\nlicense: other\nlicense_name: x\nbase_model: a/b\nbase_model_relation: quantized\n---\n# Made\n"
     )
-    completed = card_to_commit(hub, made.encode(), here=card, there=None)
+    completed = card_to_commit(hub, generated.encode(), here=card, there=None)
     assert completed is not None
     fields, text = parts(completed.decode())
     assert text.strip().endswith("Mine")
@@ -152,7 +152,7 @@ def test_every_form_of_front_matter_is_completed(server: LoopbackHub, hub: Hub, 
     assert ("license_name" in fields) == ("mit" not in card)
     assert fields["base_model"] == ("my/other" if "my/other" in card else "a/b")
     assert ("base_model_relation" in fields) == ("my/other" not in card)
-    again = card_to_commit(hub, made.encode(), here=None, there=completed.decode())
+    again = card_to_commit(hub, generated.encode(), here=None, there=completed.decode())
     assert again is None, "complete: the repository's stays as it is"
 
 
@@ -171,7 +171,7 @@ def test_logs_are_not_published(server: LoopbackHub, cli: RunCli, out: Path) -> 
 
 
 def listed(errors: str) -> set[str]:
-    (line,) = (line for line in said(errors).splitlines() if "and these files: " in line)
+    (line,) = (line for line in messages_of(errors).splitlines() if "and these files: " in line)
     return set(line.partition("and these files: ")[2].split(", "))
 
 

@@ -32,41 +32,41 @@ def forbid_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "convert_shard", refuse)
 
 
-def verbs(place: str) -> list[tuple[str, ...]]:
+def verbs(destination: str) -> list[tuple[str, ...]]:
     """The commands after the change: each ends well and names both commits, and none converts a shard."""
     against = ("--source", SOURCE)
     table: list[tuple[str, ...]] = [
-        ("validate", place, *against),
-        ("report", place, *against, "--out", "report"),
-        ("run", SOURCE, place),
-        ("validate", place, "--source", f"{SOURCE}@main"),
+        ("validate", destination, *against),
+        ("report", destination, *against, "--out", "report"),
+        ("run", SOURCE, destination),
+        ("validate", destination, "--source", f"{SOURCE}@main"),
     ]
-    if place.startswith("hf://"):
+    if destination.startswith("hf://"):
         table[2] += ("--yes",)
     else:
-        table.append(("publish", place, "--repo", "me/copy", "--yes", *against))
+        table.append(("publish", destination, "--repo", "me/copy", "--yes", *against))
     return table
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["out", "hf://me/out"])
+@pytest.mark.parametrize("destination", ["out", "hf://me/out"])
 def test_small_files_that_moved_are_named_and_taken_over(
-    place: str, upstream: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
+    destination: str, upstream: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to_hub = place.startswith("hf://")
+    to_hub = destination.startswith("hf://")
     yes = ("--yes",) if to_hub else ()
-    cli("run", SOURCE, place, *yes, code=0)
+    cli("run", SOURCE, destination, *yes, code=0)
     before, after = move(upstream)
     with monkeypatch.context() as patch:
         forbid_conversion(patch)
         words = f"main is at {after[:7]}, not at {before[:7]} of the conversion: chat_template.jinja, config.json, "
-        for command in verbs(place):
+        for command in verbs(destination):
             shown = cli(*command, code=0)
             assert words in shown.stderr, command
             assert "(eos_token_id was 0, now [0, 1])" in shown.stderr, command
             assert "FAILED" not in shown.stdout + shown.stderr
-        assert "of the conversion" not in cli("status", place, code=0).stderr
-        taken = cli("run", f"{SOURCE}@main", place, *yes, code=0)
+        assert "of the conversion" not in cli("status", destination, code=0).stderr
+        taken = cli("run", f"{SOURCE}@main", destination, *yes, code=0)
         notice = taken.stderr
         for change in (
             "chat_template.jinja differs",
@@ -75,13 +75,13 @@ def test_small_files_that_moved_are_named_and_taken_over(
             "eos_token_id was 0, now [0, 1]",
         ):
             assert change in notice
-        for command in (*verbs(place), ("validate", place, "--source", f"{SOURCE}@{after}")):
+        for command in (*verbs(destination), ("validate", destination, "--source", f"{SOURCE}@{after}")):
             assert "of the conversion" not in cli(*command, code=0).stderr
         if not to_hub:
-            measured = json.loads(cli("report", place, "--out", "report", "--json", code=0).stdout)["worst"]
+            measured = json.loads(cli("report", destination, "--out", "report", "--json", code=0).stdout)["worst"]
             assert measured, "the records of the conversion are those of the result"
-        cli("status", place, code=0)
-        again = cli("run", f"{SOURCE}@main", place, *yes, code=0).stderr
+        cli("status", destination, code=0)
+        again = cli("run", f"{SOURCE}@main", destination, *yes, code=0).stderr
         assert ("already holds this result" if to_hub else "already complete") in again
     assert not upstream.traffic.matching("PUT", "/_lfs/") or not to_hub, "no shard was uploaded again"
     cli("run", f"{SOURCE}@main", "fresh", code=0)
@@ -145,10 +145,10 @@ def test_other_weights_are_named_and_never_taken_over(
     repo = upstream.store.repos["moon/tiny"]
     first = repo.refs["main"]
     repo.commit("main", moved(retrained(upstream, tiny, tmp_path / "retrained")))
-    for place in ("out", "hf://me/out"):
-        shown = cli("validate", place, "--source", SOURCE, code=0)
+    for destination in ("out", "hf://me/out"):
+        shown = cli("validate", destination, "--source", SOURCE, code=0)
         assert f"to convert {SOURCE}@main, choose a new destination" in shown.stderr
-        cli("validate", place, "--source", f"{SOURCE}@main", code=1)
+        cli("validate", destination, "--source", f"{SOURCE}@main", code=1)
     refused = cli("run", f"{SOURCE}@main", "out", code=1).stderr
     assert f"{SHARD}: this source shard has other bytes than when the job in out was begun" in refused
     assert f"To go on with the source of then, add @{first} to it" in refused
@@ -308,9 +308,9 @@ def test_an_evaluation_survives_what_cannot_change_it(
     assert (out / ".k2convert" / "evaluation.json").exists() is not survives
     assert ("measured another config.json" in cli("status", "out", code=0).stderr) is not survives
     if survives:
-        found = fresh_evaluation(out, weights=read_ledger(out).weights)
-        assert found is not None
-        assert [row.figures for row in found.rows] == [row.figures for row in evaluation.rows]
+        retained = fresh_evaluation(out, weights=read_ledger(out).weights)
+        assert retained is not None
+        assert [row.figures for row in retained.rows] == [row.figures for row in evaluation.rows]
 
 
 def test_a_link_out_of_a_result_is_not_published(

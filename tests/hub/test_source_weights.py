@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command import RunCli, said
+from command import RunCli, messages_of
 from damaged_files import flip
 from loopback import LoopbackHub
 from moves import SHARD, SOURCE, entry, forget, move, moved, retrained, with_config
@@ -21,28 +21,28 @@ def follow(cli: RunCli, refused: str) -> None:
         cli(*words, code=0)
 
 
-def against(place: str, source: object) -> list[tuple[object, ...]]:
-    verbs: list[tuple[object, ...]] = [("validate", place), ("report", place, "--out", "report")]
-    if not place.startswith("hf://"):
-        verbs.append(("publish", place, "--repo", "me/copy", "--yes"))
+def against(destination: str, source: object) -> list[tuple[object, ...]]:
+    verbs: list[tuple[object, ...]] = [("validate", destination), ("report", destination, "--out", "report")]
+    if not destination.startswith("hf://"):
+        verbs.append(("publish", destination, "--repo", "me/copy", "--yes"))
     return [(*words, "--source", source) for words in verbs]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_gone", [True, False], ids=["commit gone", "commit there"])
-@pytest.mark.parametrize("place", ["out", "hf://me/out"])
+@pytest.mark.parametrize("destination", ["out", "hf://me/out"])
 def test_other_weights_are_no_verdict_and_every_remedy_works(
-    place: str, is_gone: bool, upstream: LoopbackHub, cli: RunCli, tiny: Path, tmp_path: Path
+    destination: str, is_gone: bool, upstream: LoopbackHub, cli: RunCli, tiny: Path, tmp_path: Path
 ) -> None:
     """Template and weights have changed. The folder of the job knows it, also if the commit is gone."""
-    yes = ("--yes",) if place.startswith("hf://") else ()
-    cli("run", SOURCE, place, *yes, code=0)
+    yes = ("--yes",) if destination.startswith("hf://") else ()
+    cli("run", SOURCE, destination, *yes, code=0)
     repo = upstream.store.repos["moon/tiny"]
     first = repo.refs["main"]
     now = repo.commit("main", moved(retrained(upstream, tiny, tmp_path / "retrained")))
     if is_gone:
         forget(upstream, first)
-    for words in against(place, f"{SOURCE}@main"):
+    for words in against(destination, f"{SOURCE}@main"):
         shown = cli(*words, "--quiet", code=1)
         assert "Do not publish" not in shown.stderr
         assert "onvert it again" not in shown.stderr
@@ -54,13 +54,13 @@ def test_other_weights_are_no_verdict_and_every_remedy_works(
         assert (address is None) is is_gone
         if address is not None:
             cli(*words[:-1], address[1], code=0)
-    refused = cli("run", f"{SOURCE}@main", place, *yes, code=1).stderr
+    refused = cli("run", f"{SOURCE}@main", destination, *yes, code=1).stderr
     assert f"{SHARD}: this source shard has other bytes than when the job" in refused
     assert "takes over" not in refused
     way_back = re.search(r"add @(\w+) to it", refused)
     assert (way_back is None) is is_gone
     if way_back is not None:
-        cli("run", f"{SOURCE}@{way_back[1]}", place, *yes, code=0)
+        cli("run", f"{SOURCE}@{way_back[1]}", destination, *yes, code=0)
     else:
         assert f"moon/tiny does not have the commit {first[:7]} any more" in refused
 
@@ -83,7 +83,7 @@ def test_a_repository_is_judged_by_its_work_folder(upstream: LoopbackHub, cli: R
     shutil.rmtree(cwd / "k2convert-work")
     for words, code in ((validate, 3), (report, 0)):
         shown = cli(*words, code=code)
-        assert f"If {source} has changed since the conversion, what differs may be its own" in said(shown.stderr)
+        assert f"If {source} has changed since the conversion, what differs may be its own" in messages_of(shown.stderr)
     assert upstream.store.repos["me/out"].num_commits("main") == 2
 
 
@@ -100,13 +100,13 @@ def test_a_gone_commit_without_the_work_folder_excuses_only_what_compares_with_t
     validate, report = against("hf://me/out", SOURCE)
     for command, code in ((validate, 1), (report, 0)):
         shown = cli(*command, code=code).stderr
-        assert words in said(shown)
+        assert words in messages_of(shown)
         assert "Do not publish" not in shown
     result = upstream.store.repos["me/out"]
     result.commit("main", with_config(result.files(), quantization_config={}))
     for command, code in ((validate, 3), (report, 0)):
         shown = cli(*command, code=code).stderr
-        assert words in said(shown)
+        assert words in messages_of(shown)
         assert "Do not publish" in shown
 
 
@@ -224,7 +224,7 @@ def test_validate_and_run_judge_a_config_alike(
     assert problem in shown.stdout + shown.stderr
     assert "takes" not in shown.stdout + shown.stderr
     refused = cli("run", source if source == "source" else f"{SOURCE}@main", "out", code=1)
-    assert said(refused.stderr).startswith(f"error: out: {problem}. To go on")
+    assert messages_of(refused.stderr).startswith(f"error: out: {problem}. To go on")
 
 
 @pytest.mark.slow
@@ -234,7 +234,7 @@ def test_publish_says_what_has_moved_also_if_it_sends_nothing(tiny: Path, upstre
     publish = against("out", source)[2]
     (source / "chat_template.jinja").write_text("{{ new }}")
     for words in (publish, publish, against("out", source)[1]):
-        shown = said(cli(*words, "--quiet", code=0).stderr)
+        shown = messages_of(cli(*words, "--quiet", code=0).stderr)
         assert "source is not as at the conversion: chat_template.jinja is new" in shown
     flip(source / SHARD, -1000)
     assert SHARD in cli(*publish, code=1).stderr
@@ -246,7 +246,7 @@ def test_a_gone_repository_leaves_the_check_of_the_result_alone(upstream: Loopba
     cli("run", SOURCE, "out", code=0)
     del upstream.store.repos["moon/tiny"]
     refused = cli("validate", "out", "--source", SOURCE, code=1).stderr
-    assert "`k2convert validate out` checks the result alone" in said(refused)
+    assert "`k2convert validate out` checks the result alone" in messages_of(refused)
     assert "main is read" not in refused
     follow(cli, refused)
 

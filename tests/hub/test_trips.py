@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import RunCli, run_here, said, start_cli
+from command import RunCli, messages_of, run_here, start_cli
 from disk import Watched
 from evaluation_makers import evaluation_of, write_evaluation
 from faults import Fault
@@ -215,7 +215,7 @@ def test_a_run_to_the_hub_gives_the_bytes_of_a_run_between_folders(
     if main:
         assert head(server, trip.repo) == main
         shown = cli("status", f"{WORK}@{trip.branch}", code=0).stderr
-        assert said(shown) == f"next: k2convert validate {trip.to} --source hf://moon/tiny\n"
+        assert messages_of(shown) == f"next: k2convert validate {trip.to} --source hf://moon/tiny\n"
         other = cli("run", source, trip.to, "--yes", code=1)
         assert f"{WORK}@{trip.branch}: holds a different job" in other.stderr, other.stderr
     assert_arrived(trip, server, cli, prepared.local, job)
@@ -257,9 +257,9 @@ def test_a_run_from_the_hub_into_a_folder_that_is_published_gives_these_bytes_to
 
 def kill_after(server: LoopbackHub, cwd: Path, num_requests: int, seconds: float, job: tuple[object, ...]) -> bool:
     """Start a job and SIGKILL it `seconds` after `num_requests` requests; returns whether it still ran."""
-    seen = len(server.traffic.requests)
+    before = len(server.traffic.requests)
     with start_cli(*job, cwd=cwd) as process:
-        while len(server.traffic.requests) < seen + num_requests and process.poll() is None:
+        while len(server.traffic.requests) < before + num_requests and process.poll() is None:
             time.sleep(0.005)
         time.sleep(seconds)
         process.send_signal(signal.SIGKILL)

@@ -36,8 +36,8 @@ def test_a_whole_job_needs_the_memory_that_the_dry_run_says(tmp_path: Path) -> N
             [*command, "--dry-run", "--json"], cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE
         )
         with cgroup(memory=640 << 20, cores=2) as enter:
-            with (tmp_path / "said").open("w") as said:
-                process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=said, preexec_fn=enter)
+            with (tmp_path / "said").open("w") as log:
+                process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=log, preexec_fn=enter)
             peak = 0
             while process.poll() is None:
                 with suppress(OSError, IndexError):  # it has just ended

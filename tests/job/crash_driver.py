@@ -74,12 +74,12 @@ class Command:
     def run(self, fault: int = KILL, at: int = NEVER) -> int:
         return wait(self.start(fault, at))
 
-    def said(self) -> list[str]:
+    def lines(self) -> list[str]:
         return (self.folder / "said").read_text().splitlines()
 
     def logged(self) -> list[str]:
         with (self.folder / "calls").open("w+") as log:
-            assert wait(self.start(out=self.folder / "whole", log=log.fileno())) == 0, self.said()
+            assert wait(self.start(out=self.folder / "whole", log=log.fileno())) == 0, self.lines()
             log.seek(0)
             return log.read().splitlines()
 
@@ -95,15 +95,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def finished(folder: Path) -> dict[str, bytes]:
     """The files and folders of a finished job but the command, which names the folder."""
-    found = contents(folder) | {f"{path.relative_to(folder)}/": b"" for path in folder.rglob("*") if path.is_dir()}
-    found.pop(f"{WORK_FOLDER}/{COMMAND_NAME}", None)
-    return found
+    files = contents(folder) | {f"{path.relative_to(folder)}/": b"" for path in folder.rglob("*") if path.is_dir()}
+    files.pop(f"{WORK_FOLDER}/{COMMAND_NAME}", None)
+    return files
 
 
 def problems_after_crash(destination: Path, whole: dict[str, bytes]) -> list[str]:
     """What no crash may leave: a file under its final name that is not whole, or a config before the shards."""
-    found = contents(destination)
-    final = {name: data for name, data in found.items() if not name.endswith(".tmp") and ".work/" not in name}
+    files = contents(destination)
+    final = {name: data for name, data in files.items() if not name.endswith(".tmp") and ".work/" not in name}
     command = final.pop(f"{WORK_FOLDER}/{COMMAND_NAME}", None)  # it names the destination
     wrong = [f"{name} is half-written" for name, data in final.items() if whole.get(name) != data]
     if command is not None and "words" not in json.loads(command):
@@ -133,7 +133,7 @@ def try_points(command: Command, whole: dict[str, bytes], points: list[tuple[int
     """Disturb a run by each fault in turn, then let it finish; returns what went wrong."""
     wrong: list[str] = []
     for fault, at in points:
-        wrong += problems_of(fault, command.run(fault, at), command.said())
+        wrong += problems_of(fault, command.run(fault, at), command.lines())
         wrong += problems_after_crash(command.out, whole)
     return [f"(fault, call) {points}: {problem}" for problem in wrong + problems_of_resume(command, whole)]
 
@@ -141,9 +141,9 @@ def try_points(command: Command, whole: dict[str, bytes], points: list[tuple[int
 def problems_of_resume(command: Command, whole: dict[str, bytes]) -> list[str]:
     wrong: list[str] = []
     if (code := command.run()) != 0:
-        wrong.append(f"resume: exit code {code}: {command.said()[-1:]}")
-    elif (found := finished(command.out)) != whole:
-        names = sorted(name for name in found.keys() | whole.keys() if found.get(name) != whole.get(name))
+        wrong.append(f"resume: exit code {code}: {command.lines()[-1:]}")
+    elif (resumed := finished(command.out)) != whole:
+        names = sorted(name for name in resumed.keys() | whole.keys() if resumed.get(name) != whole.get(name))
         wrong.append(f"resume: other bytes: {names[:5]}")
     with suppress(FileNotFoundError):
         shutil.rmtree(command.out)
@@ -171,13 +171,13 @@ def warm_up(command: Command) -> None:
 
 def spread(calls: list[str], kinds: tuple[str, ...]) -> list[int]:
     """One call of each kind for each part of the job: the work of a calibration, shards with records, other files."""
-    found: dict[tuple[str, str], list[int]] = {}
+    groups: dict[tuple[str, str], list[int]] = {}
     for number, line in enumerate(calls, 1):
         kind, path = line.split(maxsplit=1)  # a file without a name has " (deleted)" behind its path
         part = re.search(r"\.work|\.safetensors", path)
         if kind in kinds:
-            found.setdefault((kind, part[0] if part else ""), []).append(number)
-    return sorted(numbers[len(numbers) // 2] for numbers in found.values())
+            groups.setdefault((kind, part[0] if part else ""), []).append(number)
+    return sorted(numbers[len(numbers) // 2] for numbers in groups.values())
 
 
 def chosen_points(calls: list[str], points: str) -> list[int]:
@@ -217,12 +217,12 @@ def crash(command: Command, points: str) -> dict[str, object]:
 def interrupt(command: Command, whole: dict[str, bytes], last: int, wrong: list[str]) -> dict[str, object]:
     """What an interrupted run said, and what the resumed one says if a shard with experts of layer 1 was lost."""
     code = command.run(INTERRUPT, 2 * last // 3)
-    lines = command.said()
+    lines = command.lines()
     command.run(INTERRUPT, last // 4)
     for shard in command.out.glob("model-00002-of-*.safetensors"):
         shard.unlink()
     assert command.run() == 0
-    again = command.said()
+    again = command.lines()
     wrong += [f"interrupted: {problem}" for problem in problems_of_resume(command, whole)]
     return {"code": code, "lines": lines, "again": again}
 
@@ -247,14 +247,14 @@ def kill_at_random(command: Command, whole: dict[str, bytes], seconds: float, wr
 
 
 def crash_each(folder: Path, commands: list[list[str]], points: str) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = []
+    reports: list[dict[str, object]] = []
     for number, words in enumerate(commands):
         command = Command(words, folder / str(number))
         command.folder.mkdir()
         if number == 0:
             warm_up(command)
-        found.append(crash(command, points))
-    return found
+        reports.append(crash(command, points))
+    return reports
 
 
 if __name__ == "__main__":

@@ -28,17 +28,17 @@ def crash(folder: Path, *commands: list[object], points: str) -> list[dict[str, 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    for number, each in enumerate(found):
+    reports: list[dict[str, Any]] = json.loads(done.stdout)
+    for number, report in enumerate(reports):
         own = folder / str(number)
-        each["calls"] = [line.replace(f"{own}/whole", "DEST").replace(str(own), "PARENT") for line in each["calls"]]
-    return found
+        report["calls"] = [line.replace(f"{own}/whole", "DEST").replace(str(own), "PARENT") for line in report["calls"]]
+    return reports
 
 
-def assert_resumed(found: dict[str, Any]) -> None:
+def assert_resumed(report: dict[str, Any]) -> None:
     """A command that was killed and interrupted ends with the same bytes."""
-    assert found["wrong"] == []
-    assert found["tried"] > 15
-    said = found["interrupted"]
+    assert report["wrong"] == []
+    assert report["tried"] > 15
+    interrupted = report["interrupted"]
     last = "interrupted: finished work is kept. The same command resumes"
-    assert (said["code"], said["lines"][-1]) == (130, last), said["lines"]
+    assert (interrupted["code"], interrupted["lines"][-1]) == (130, last), interrupted["lines"]

@@ -25,11 +25,11 @@ def files_of(folder: Path, *, without: tuple[str, ...] = ()) -> dict[str, bytes]
 
 
 def raw_tensors(folder: Path) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+    tensors: dict[str, bytes] = {}
     for path in sorted(folder.glob("*.safetensors")):
         data = path.read_bytes()
-        found |= {name: data[t.begin : t.end] for name, t in read_header(path).tensors.items()}
-    return found
+        tensors |= {name: data[t.begin : t.end] for name, t in read_header(path).tensors.items()}
+    return tensors
 
 
 def digest_of_shards(folder: Path) -> str:

@@ -29,10 +29,8 @@ def rest_of(folder: Path) -> str:
 
 
 def test_the_fixtures_have_every_field_of_the_published_configs(tiny: Path, k25: Path) -> None:
-    def fields(node: Any, place: str = "") -> set[str]:
-        return (
-            {place}.union(*(fields(v, f"{place}.{k}") for k, v in node.items())) if isinstance(node, dict) else {place}
-        )
+    def fields(node: Any, name: str = "") -> set[str]:
+        return {name}.union(*(fields(v, f"{name}.{k}") for k, v in node.items())) if isinstance(node, dict) else {name}
 
     def of(folder: Path) -> set[str]:
         return fields({k: v for k, v in json.loads((folder / "config.json").read_text()).items() if k != KEY})

@@ -21,8 +21,8 @@ OPTIONS = ("--workers", "1", "--device", "cpu", "--quiet")
 def crashes(small: Path, checkpoints: Path) -> dict[str, Any]:
     def make(folder: Path) -> None:
         folder.mkdir()
-        [found] = crash(folder, ["run", small, "OUT", *OPTIONS], points="few")
-        (folder / "found.json").write_text(json.dumps(found))
+        [report] = crash(folder, ["run", small, "OUT", *OPTIONS], points="few")
+        (folder / "found.json").write_text(json.dumps(report))
 
     return json.loads((made_once(checkpoints / "crashes", make) / "found.json").read_text())
 
@@ -35,24 +35,24 @@ def test_crashes_resume_to_identical_bytes(crashes: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_crashes_of_a_cast_resume_to_identical_bytes(k3_tiny: Path, tmp_path: Path) -> None:
-    [found] = crash(tmp_path, ["run", k3_tiny, "OUT", *OPTIONS], points="few")
-    assert found["wrong"] == []
-    assert found["tried"] > 5
+    [report] = crash(tmp_path, ["run", k3_tiny, "OUT", *OPTIONS], points="few")
+    assert report["wrong"] == []
+    assert report["tried"] > 5
 
 
 @pytest.mark.slow
 def test_a_crash_at_every_call_and_twenty_random_moments(small: Path, tmp_path: Path) -> None:
-    [found] = crash(tmp_path, ["run", small, "OUT", *OPTIONS], points="every")
-    assert found["wrong"] == []
-    assert found["tried"] > len(found["calls"]), "every call, and some of the resumes"
-    assert found["killed"] == 20
+    [report] = crash(tmp_path, ["run", small, "OUT", *OPTIONS], points="every")
+    assert report["wrong"] == []
+    assert report["tried"] > len(report["calls"]), "every call, and some of the resumes"
+    assert report["killed"] == 20
 
 
 def test_no_change_of_a_file_escapes_the_count(crashes: dict[str, Any]) -> None:
     kinds = {line.split()[0] for line in crashes["calls"]}
     assert kinds >= {"mkdir", "open", "allocate", "truncate", "write", "sync", "rename", "unlink"}
-    made = {line.split()[1] for line in crashes["calls"] if line.startswith(("rename", "open"))}
-    assert {f"DEST/{name}" for name in crashes["files"]} <= made
+    paths = {line.split()[1] for line in crashes["calls"] if line.startswith(("rename", "open"))}
+    assert {f"DEST/{name}" for name in crashes["files"]} <= paths
 
 
 def test_files_are_synced_before_their_rename_and_folders_after(crashes: dict[str, Any]) -> None:
@@ -85,10 +85,10 @@ def words(source: Path, folder: Path) -> list[object]:
 @pytest.mark.slow
 def test_calibrations_that_crash_resume_to_identical_bytes(cut: Path, tmp_path: Path) -> None:
     chosen = words(cut, tmp_path)
-    [found] = crash(tmp_path, chosen, points="few")
-    assert found["wrong"] == []
-    assert found["tried"] > 5
-    interrupted = found["interrupted"]
+    [report] = crash(tmp_path, chosen, points="few")
+    assert report["wrong"] == []
+    assert report["tried"] > 5
+    interrupted = report["interrupted"]
     printed = [str(word).replace("OUT", f"{tmp_path}/0/out") for word in chosen]
     assert interrupted["code"] == 130
     state, line = interrupted["lines"][-2:]
@@ -97,13 +97,13 @@ def test_calibrations_that_crash_resume_to_identical_bytes(cut: Path, tmp_path: 
     assert line.startswith(f"next: k2convert {shlex.join(printed[:3])} ")
     assert sorted(shlex.split(line)[2:]) == sorted(printed), "in the order of the help"
     assert "--set 'calibration={tokens: 128, window: 32}'" in line
-    said = " ".join(interrupted["again"])  # a shard was removed whose quantized weights are gone
-    assert re.search(r"codes-001\.safetensors: missing: the calibration starts again at the beginning", said)
+    errors = " ".join(interrupted["again"])  # a shard was removed whose quantized weights are gone
+    assert re.search(r"codes-001\.safetensors: missing: the calibration starts again at the beginning", errors)
 
 
 @pytest.mark.slow
 def test_calibrations_crash_at_every_call_and_twenty_random_moments(short: Path, tmp_path: Path) -> None:
-    for found in crash(tmp_path, words(short, tmp_path), points="every"):
-        assert found["wrong"] == []
-        assert found["tried"] > len(found["calls"]) > 80
-        assert found["killed"] == 20
+    for report in crash(tmp_path, words(short, tmp_path), points="every"):
+        assert report["wrong"] == []
+        assert report["tried"] > len(report["calls"]) > 80
+        assert report["killed"] == 20

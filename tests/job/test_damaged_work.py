@@ -46,11 +46,11 @@ def stopped(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) 
     assert run("run", source, results, *words) == 1
     for shard in shards:
         (results / f"{shard}.tmp").rmdir()
-    found = dict.fromkeys((*STREAMS, ".k2convert/calibration.json"), folder / "streams")
-    found |= dict.fromkeys(RESULTS, results)
-    for name, out in found.items():
+    folders = dict.fromkeys((*STREAMS, ".k2convert/calibration.json"), folder / "streams")
+    folders |= dict.fromkeys(RESULTS, results)
+    for name, out in folders.items():
         assert (conversion_work(out).folder / name).is_file(), name
-    return found
+    return folders
 
 
 @pytest.mark.quick(1)

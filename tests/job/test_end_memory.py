@@ -47,7 +47,7 @@ def record_of(job: Job, shard: ShardJob, item: Item) -> ShardRecord:
     figures = [metrics(m.num_rows * m.num_columns, i) for i, m in enumerate(members)]
     projections = (ProjectionRecord(m.module, m.role, 2.0**-11, f) for m, f in zip(members, figures, strict=True))
     scalars = {".weight_scale_2": struct.pack("<f", 2.0**-11).hex(), ".input_scale": struct.pack("<f", 1.0).hex()}
-    found = ShardFindings(
+    findings = ShardFindings(
         blake3="ab" * 32,
         copied=tuple(sorted(step.tensor.name for step in shard.steps if isinstance(step, CopyStep))),
         scaled=(),
@@ -62,7 +62,7 @@ def record_of(job: Job, shard: ShardJob, item: Item) -> ShardRecord:
     headers = {name: job.source.checkpoint.headers[name].digest for name in shard.source_shards}
     return ShardRecord(
         shard.name, job.digest, "ab" * 32, item.output_bytes, shard.num_outputs, headers, tuple(projections),
-        sha256="cd" * 32, checked=found,
+        sha256="cd" * 32, checked=findings,
     )  # fmt: skip
 
 
@@ -105,10 +105,10 @@ def test_the_end_of_a_whole_job_stays_within_what_the_dry_run_says(
     with cgroup(memory=memory, cores=1) as enter:
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, preexec_fn=enter)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["failed"] == []
-    assert found["peak"] < limit
-    assert found["peak"] / 1.25 < found["planned"] < memory
+    report = json.loads(done.stdout)
+    assert report["failed"] == []
+    assert report["peak"] < limit
+    assert report["peak"] / 1.25 < report["planned"] < memory
 
 
 if __name__ == "__main__":

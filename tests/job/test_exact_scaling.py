@@ -54,13 +54,13 @@ def unquantized(tiny: Path, plan: Plan, calibration: Calibration | None) -> dict
 
 
 def fused(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {name: tensor for name, tensor in state.items() if ".mlp.experts." not in name}
+    tensors = {name: tensor for name, tensor in state.items() if ".mlp.experts." not in name}
     for layer in LAYERS:
         stem = f"model.layers.{layer}.mlp.experts"
         experts = [{k: state[f"{stem}.{e}.{k}_proj.weight"] for k in ("gate", "up", "down")} for e in range(16)]
-        found[f"{stem}.gate_up_proj"] = torch.stack([torch.cat([e["gate"], e["up"]]) for e in experts])
-        found[f"{stem}.down_proj"] = torch.stack([e["down"] for e in experts])
-    return found
+        tensors[f"{stem}.gate_up_proj"] = torch.stack([torch.cat([e["gate"], e["up"]]) for e in experts])
+        tensors[f"{stem}.down_proj"] = torch.stack([e["down"] for e in experts])
+    return tensors
 
 
 Forward = Callable[[dict[str, Tensor], torch.dtype], list[Tensor]]
@@ -78,12 +78,12 @@ def forward(tiny: Path) -> Forward:
     def run(state: dict[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
         network = DeepseekV3ForCausalLM(DeepseekV3Config(**known)).to(dtype).eval()
         network.load_state_dict(fused(state), strict=True)
-        seen: list[Tensor] = []
+        routing: list[Tensor] = []
         for layer in LAYERS:
-            network.model.layers[layer].mlp.gate.register_forward_hook(lambda *call: seen.extend(call[2]))
+            network.model.layers[layer].mlp.gate.register_forward_hook(lambda *call: routing.extend(call[2]))
         with torch.inference_mode():
             logits = network(tokens, use_cache=False).logits
-        return [logits, *seen]
+        return [logits, *routing]
 
     return run
 
@@ -110,9 +110,9 @@ def test_logits_and_routing_are_equal(dtype: torch.dtype, tiny: Path, tmp_path: 
     scaled = r"model\.layers\.[123]\.(post_attention_layernorm|mlp\.gate|mlp\..*experts\..*(gate|up)_proj)\.weight"
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if re.fullmatch(scaled, name)}
-    for found, expected in zip(forward(after, dtype), forward(before, dtype), strict=True):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    one = next(name for name in sorted(changed) if name.endswith("experts.3.up_proj.weight"))
-    after[one][:, 0] *= 2
+    for actual, expected in zip(forward(after, dtype), forward(before, dtype), strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+    name = next(name for name in sorted(changed) if name.endswith("experts.3.up_proj.weight"))
+    after[name][:, 0] *= 2
     assert not torch.equal(forward(after, dtype)[0], forward(before, dtype)[0])

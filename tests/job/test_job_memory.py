@@ -86,24 +86,24 @@ def cgroup(*, memory: int, cores: int) -> Generator[Callable[[], None]]:
     }
     if (top / "cgroup.controllers").exists():
         settings = {top / name: {"memory.max": memory, "cpu.max": f"{100_000 * cores} 100000"}}
-    made: list[Path] = []
+    cgroups: list[Path] = []
 
     def enter() -> None:
-        for folder in made:
+        for folder in cgroups:
             (folder / "cgroup.procs").write_text(str(os.getpid()))
 
     try:
         try:
             for folder, values in settings.items():
                 folder.mkdir()
-                made.append(folder)
+                cgroups.append(folder)
                 for file, value in values.items():
                     (folder / file).write_text(str(value))
         except OSError as error:
             pytest.skip(f"no cgroup can be made here: {error}")
         yield enter
     finally:
-        for folder in made:
+        for folder in cgroups:
             folder.rmdir()
 
 
@@ -118,10 +118,10 @@ def test_a_conversion_finishes_in_a_real_cgroup_of_one_core(memory: int, experts
     words = command("run", source, tmp_path / "out", "--device", "cpu")
     with cgroup(memory=memory, cores=1) as enter:
         dry = subprocess.run([*words, "--dry-run", "--json"], capture_output=True, check=True, preexec_fn=enter)
-        found = json.loads(dry.stdout)
+        document = json.loads(dry.stdout)
         done = subprocess.run([*words, "--quiet"], capture_output=True, text=True, check=False, preexec_fn=enter)
-    assert found["memory_needed"] < memory
-    assert found["memory_available"] < memory
+    assert document["memory_needed"] < memory
+    assert document["memory_available"] < memory
     assert done.returncode == 0, done.stderr
 
 

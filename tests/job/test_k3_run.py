@@ -52,9 +52,9 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("activations", ["w4a4", "w4a16"])
 def test_every_value_is_the_sources(layout: str, activations: str, k3_tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    said = run_here("run", k3_tiny, out, "--layout", layout, "--activations", activations, "--device", "cpu", code=0)
-    assert "cast: 36 of 36 tensors were converted without loss.\n" in said.stdout
-    assert "0.00000" not in said.stdout, "nothing is 0"
+    done = run_here("run", k3_tiny, out, "--layout", layout, "--activations", activations, "--device", "cpu", code=0)
+    assert "cast: 36 of 36 tensors were converted without loss.\n" in done.stdout
+    assert "0.00000" not in done.stdout, "nothing is 0"
     before = tensors_of(k3_tiny)
     after = tensors_of(out)
     decode = create_decoder(layout)
@@ -119,9 +119,9 @@ def test_the_other_layout_ignores_the_same_modules(k3_tiny: Path, tmp_path: Path
 @pytest.mark.slow
 def test_edges_are_counted_and_named(k3_edges: Path, tmp_path: Path) -> None:
     """Spreads of 18 and 30 octaves are below the window, those of 15 and 17 have subnormal scales."""
-    said = run_here("run", k3_edges, tmp_path / "out", "--device", "cpu", code=0).stdout
+    output = run_here("run", k3_edges, tmp_path / "out", "--device", "cpu", code=0).stdout
     words = "27 of 36 tensors were converted without loss; 9 had codes rounded in"
-    assert words in said
+    assert words in output
     total = read_json(tmp_path / "out", "k2convert.json")["totals"]["total"]
     assert (total["below_window_tensors"], total["subnormal_tensors"]) == (9, 9)
     assert "lossless_tensors" not in total
@@ -144,9 +144,9 @@ def test_the_report_of_an_exact_result_has_no_empty_chart(result: Path, k3_tiny:
 
 def test_a_rule_that_does_not_cast_says_so_of_no_tensor(k3_edges: Path, tmp_path: Path) -> None:
     """An expert of minus zeros has no error under any rule."""
-    said = run_here("run", k3_edges, tmp_path / "out", "--rule", "max", "--device", "cpu", code=0).stdout
-    assert "cast:" not in said
-    assert "lossless" not in said
+    output = run_here("run", k3_edges, tmp_path / "out", "--rule", "max", "--device", "cpu", code=0).stdout
+    assert "cast:" not in output
+    assert "lossless" not in output
     assert "cast_tensors" not in read_json(tmp_path / "out", "k2convert.json")["totals"]["total"]
     assert "that were cast" not in run_here("validate", tmp_path / "out", "--source", k3_edges, code=0).stdout
 
@@ -158,11 +158,11 @@ def test_a_changed_code_is_found(result: Path, k3_tiny: Path, tmp_path: Path) ->
         checkpoint.tensors()[f"{MOE.format(2)}.experts.1.w3.weight"][5, 6] ^= 1
 
     edit_checkpoint(out, change)
-    said = run_here("validate", out, "--source", k3_tiny, COLUMNS="250").stdout
-    assert "non-zero weights changed" in said
-    assert "INT4 steps" not in said, "its source has none"
+    output = run_here("validate", out, "--source", k3_tiny, COLUMNS="250").stdout
+    assert "non-zero weights changed" in output
+    assert "INT4 steps" not in output, "its source has none"
     assert re.search(
-        r"rule 7 .*layers\.2\.block_sparse_moe\.experts\.1\.w3\.weight: 1 of 32,768 bytes of codes are", said
+        r"rule 7 .*layers\.2\.block_sparse_moe\.experts\.1\.w3\.weight: 1 of 32,768 bytes of codes are", output
     )
 
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import RunCli, said
+from command import RunCli, messages_of
 from command import run_cli as run_process
 from damaged_files import damage_file
 
 
 def next_line(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stderr
-    lines = [line.removeprefix("next: ") for line in said(done.stderr).splitlines() if line.startswith("next: ")]
+    lines = [line.removeprefix("next: ") for line in messages_of(done.stderr).splitlines() if line.startswith("next: ")]
     assert len(lines) <= 1
     return lines[0] if lines else ""
 
@@ -68,7 +68,7 @@ def test_a_failed_validation_names_the_command_that_mends_the_result(
     if damage.endswith("time"):
         os.utime(shard, ns=(written.st_atime_ns, written.st_mtime_ns))
     failed = run_cli("validate", result, "--source", cut, code=3)
-    line = said(failed.stderr).split("`")[1]
+    line = messages_of(failed.stderr).split("`")[1]
     assert shlex.split(line) == ["k2convert", "run", str(cut), str(result), "--verify"]
     run_cli(*shlex.split(line)[1:], code=0)
     run_cli("validate", result, "--source", cut, code=0)
@@ -82,7 +82,7 @@ def test_a_report_without_ledger_asks_status(
     shutil.copytree("out", "cut short")
     for name in ("k2convert.json", "config.json"):
         (tmp_path / "cut short" / name).unlink()
-    refused = said(run_cli("report", "cut short", code=1).stderr)
+    refused = messages_of(run_cli("report", "cut short", code=1).stderr)
     assert refused.split("`")[1::2] == ["k2convert status 'cut short'"]
     follow("status", "cut short")
     shutil.copytree("out", "emptied", ignore=shutil.ignore_patterns("*.safetensors"))

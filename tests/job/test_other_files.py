@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
-from command import run_here, said
+from command import messages_of, run_here
 from results import contents
 
 import k2convert
@@ -92,7 +92,7 @@ def test_what_an_engine_reads_or_the_job_writes_is_named(name: str, small: Path,
     REFUSED[name](path)
     before = sorted(out.rglob("*"))
     for options in ((), ("--part", "1/2")):
-        error = said(run_here("run", small, out, *options, "--quiet", code=1).stderr)
+        error = messages_of(run_here("run", small, out, *options, "--quiet", code=1).stderr)
         assert error.startswith(f"error: {path}: is not from k2convert, and ")
         assert error.endswith("Move it elsewhere, or choose a different folder.\n")
     with pytest.raises(DestinationError, match="is not from k2convert"):
@@ -117,7 +117,7 @@ def test_a_copy_without_its_work_folder(is_whole: bool, small: Path, finished: P
     copy = tmp_path / "copy"
     run_here("run", small, half, *(() if is_whole else ("--part", "1/2")), "--quiet", code=0)
     shutil.copytree(half, copy, ignore=shutil.ignore_patterns(".*"))
-    error = said(run_here("run", small, copy, code=1).stderr)
+    error = messages_of(run_here("run", small, copy, code=1).stderr)
     assert f"{copy}: has shards of this job, such as model-00001" in error
     assert "but not .k2convert, which lists finished shards" in error
     assert f"`cp -a FOLDER/. {copy}`" in error

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import run_here
 from damaged_files import flip
-from places import COMMIT, PLACES, put_into_cache
+from places import COMMIT, FOLDER_KINDS, put_into_cache
 from results import contents
 
 from k2convert.errors import DestinationError
@@ -24,14 +24,14 @@ def result(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(folder).items() if not name.endswith("job.json")}
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=FOLDER_KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 def placed(kind: str, source: Path, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    return PLACES[kind](source, folder)
+    return FOLDER_KINDS[kind](source, folder)
 
 
 @pytest.mark.quick(1)
@@ -47,7 +47,7 @@ def test_conversions_are_the_same(kind: str, small: Path, finished: Path, tmp_pa
     assert result(parts) == result(finished)
     assert "passed" in run_here("validate", out, "--source", source, "--quiet", code=0).stdout
     for verb in ("inspect", "fit"):
-        shown = [json.loads(run_here(verb, place, "--json", code=0).stdout) for place in (source, small)]
+        shown = [json.loads(run_here(verb, folder, "--json", code=0).stdout) for folder in (source, small)]
         assert str(shown[0]).replace(str(source), str(small)) == str(shown[1])
 
 
@@ -75,11 +75,11 @@ def files_of_passes(source: Path, text: Path, folder: Path) -> list[dict[str, by
 
 @pytest.mark.quick(1)
 def test_results_are_read_wherever_they_lie(kind: str, small: Path, finished: Path, tmp_path: Path) -> None:
-    place = placed(kind, finished, tmp_path / "place")
+    folder = placed(kind, finished, tmp_path / "place")
     for options in ((), ("--source", small)):
-        assert "passed" in run_here("validate", place, *options, "--quiet", code=0).stdout
-    run_here("fit", place, "--json", code=0)
-    run_here("report", place, "--out", tmp_path / "report", code=0)
+        assert "passed" in run_here("validate", folder, *options, "--quiet", code=0).stdout
+    run_here("fit", folder, "--json", code=0)
+    run_here("report", folder, "--out", tmp_path / "report", code=0)
     assert (tmp_path / "report" / "report.html").is_file()
 
 
@@ -127,8 +127,8 @@ def test_destinations_in_a_cache_are_refused(small: Path, tmp_path: Path) -> Non
     snapshot = put_into_cache(small, tmp_path / "hub")
     repo = snapshot.parents[1]
     before = {path: path.lstat().st_mtime_ns for path in repo.rglob("*")}
-    for place in (snapshot / "out", repo / "out", repo / "blobs" / "out", repo / "blobs", repo.parent, repo):
-        assert "source" in run_here("run", snapshot, place, code=1).stderr
+    for destination in (snapshot / "out", repo / "out", repo / "blobs" / "out", repo / "blobs", repo.parent, repo):
+        assert "source" in run_here("run", snapshot, destination, code=1).stderr
     with pytest.raises(DestinationError, match="is inside the source"):
         check_output_path(repo / "blobs" / "figures.json", source=snapshot)
     assert {path: path.lstat().st_mtime_ns for path in repo.rglob("*")} == before
@@ -154,20 +154,20 @@ def note_hashes(source: Path, *, seconds: float = 0) -> None:
     notes = source / ".cache" / "huggingface" / "download"
     notes.mkdir(parents=True)
     for path in source.glob("*.safetensors"):
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
         written = path.stat().st_mtime + seconds
-        (notes / f"{path.name}.metadata").write_text(f"{COMMIT}\n{found}\n{written}\n")
+        (notes / f"{path.name}.metadata").write_text(f"{COMMIT}\n{digest}\n{written}\n")
 
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
-    ("place", "position"), [("the cache", 0.5), ("a download", 1), ("the cache", 1), ("a download", 0.5)]
+    ("origin", "position"), [("the cache", 0.5), ("a download", 1), ("the cache", 1), ("a download", 0.5)]
 )
-def test_a_damaged_download(place: str, position: float, small: Path, finished: Path, tmp_path: Path) -> None:
+def test_a_damaged_download(origin: str, position: float, small: Path, finished: Path, tmp_path: Path) -> None:
     """By the sha256 that it left, while the shard is read."""
     source = Path(shutil.copytree(small, tmp_path / "source"))
     out = tmp_path / "out"
-    if place == "the cache":
+    if origin == "the cache":
         source = put_into_cache(small, tmp_path / "hub")
     else:
         note_hashes(source)

@@ -10,9 +10,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from command import run, run_here, said, start_cli
+from command import messages_of, run, run_here, start_cli
 from forked_runs import finish, send, start
-from places import PLACES
+from places import FOLDER_KINDS
 from ray_nodes import Nodes
 from results import contents
 
@@ -37,23 +37,23 @@ def test_a_cluster_gives_equal_bytes_wherever_the_source_lies(
     name: str, kind: str, nodes: Nodes, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     (tmp_path / "place").mkdir()
-    source = PLACES[kind](request.getfixturevalue(name), tmp_path / "place")
+    source = FOLDER_KINDS[kind](request.getfixturevalue(name), tmp_path / "place")
     assert run("run", source, tmp_path / "here") == 0
-    said = run_here(*job(source, tmp_path / "there", nodes), code=0).stderr
+    errors = run_here(*job(source, tmp_path / "there", nodes), code=0).stderr
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
-    assert len(set(re.findall(r"node \S+ \((\w+)\): model-", said))) == len(nodes.nodes)
+    assert len(set(re.findall(r"node \S+ \((\w+)\): model-", errors))) == len(nodes.nodes)
 
 
 def stop_workers(nodes: Nodes, driver: "subprocess.Popen[str]") -> dict[int, int]:
     """Stop workers while they do a task; those whose task ended meanwhile go on."""
     while True:
         assert driver.poll() is None
-        found = nodes.working()
-        for process in found:
+        workers = nodes.working()
+        for process in workers:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGSTOP)
-        still = {process: raylet for process, raylet in nodes.working().items() if process in found}
-        for process in found.keys() - still.keys():
+        still = {process: raylet for process, raylet in nodes.working().items() if process in workers}
+        for process in workers.keys() - still.keys():
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
         if still:
@@ -73,11 +73,11 @@ def test_a_worker_may_be_killed(victim: str, tiny: Path, whole: dict[str, bytes]
     for process in processes:
         if process != worker:
             os.kill(process, signal.SIGCONT)
-    shown, said = driver.communicate(timeout=120)
-    assert driver.returncode == 0, said
-    assert json.loads(shown), "nothing else is on stdout"
-    assert re.search(r"model-0000\d-of-\d+\.safetensors: its worker died; converting it again\n", said)
-    assert "raylet" not in said
+    output, errors = driver.communicate(timeout=120)
+    assert driver.returncode == 0, errors
+    assert json.loads(output), "nothing else is on stdout"
+    assert re.search(r"model-0000\d-of-\d+\.safetensors: its worker died; converting it again\n", errors)
+    assert "raylet" not in errors
     assert contents(out) == whole
     assert not list(out.rglob("*.tmp"))
 
@@ -122,17 +122,17 @@ def test_a_job_waits_for_a_cluster_to_grow(small: Path, tmp_path: Path) -> None:
         line = next(line for line in driver.stderr if "no node" in line)
         assert line.endswith("no node has CPUs: start one with `ray start`, or wait until the cluster grows\n")
         nodes.add(cpus=4)
-        _, said = driver.communicate(timeout=120)
-        assert driver.returncode == 0, said
+        _, errors = driver.communicate(timeout=120)
+        assert driver.returncode == 0, errors
 
 
 @pytest.mark.slow
 def test_a_dry_run_shows_the_cluster_and_no_time_of_this_machine(small: Path, nodes: Nodes, tmp_path: Path) -> None:
     number = len(nodes.nodes)
-    said = run_here(*job(small, tmp_path / "out", nodes), "--dry-run", code=0).stdout
+    output = run_here(*job(small, tmp_path / "out", nodes), "--dry-run", code=0).stdout
     has = f"{number + 1} nodes, {number} CPU{'s' if number > 1 else ''}"
-    assert f"cluster: {has}; {number} shards at a time; the time is not estimated\n" in said
-    assert "time: " not in said
+    assert f"cluster: {has}; {number} shards at a time; the time is not estimated\n" in output
+    assert "time: " not in output
     document = json.loads(run_here(*job(small, tmp_path / "out", nodes), "--dry-run", "--json", code=0).stdout)
     assert document["cluster"]["shards_at_a_time"] == number
     assert "estimate" not in document
@@ -143,7 +143,7 @@ def test_an_expected_error_names_the_node(small: Path, nodes: Nodes, tmp_path: P
     out = tmp_path / "out"
     (out / ".k2convert" / "done").mkdir(parents=True)
     (out / "model-00001-of-000003.safetensors").mkdir()
-    error = said(run_here(*job(small, out, nodes), code=1).stderr)
+    error = messages_of(run_here(*job(small, out, nodes), code=1).stderr)
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert re.search(r"node \S+ \(\w+\): .*model-00001", lines[0]), lines

@@ -39,8 +39,7 @@ def ledger_digest(folder: Path) -> str:
 def test_shards_have_known_bytes(rule: str, layout: str, activations: str, trained: Path, tmp_path: Path) -> None:
     keys = {"rule": rule, "layout": layout, "activations": activations}
     execute(plan_job(trained, tmp_path / "out", "kimi-k2-thinking-nvfp4-mlp", **keys))
-    found = (digest_of_shards(tmp_path / "out"), ledger_digest(tmp_path / "out"))
-    assert found == DIGESTS[rule, layout, activations]
+    assert (digest_of_shards(tmp_path / "out"), ledger_digest(tmp_path / "out")) == DIGESTS[rule, layout, activations]
 
 
 def test_shards_with_fp8_have_known_bytes(trained: Path, tmp_path: Path) -> None:
@@ -54,12 +53,12 @@ def test_fp8_in_pieces_of_rows_has_the_bytes_of_whole_weights(
 ) -> None:
     folder = request.getfixturevalue(source)
     recipe = {"trained": "kimi-k2-thinking-nvfp4-fp8", "k3_tiny": "kimi-k3-nvfp4-fp8"}[source]
-    found = list[dict[str, bytes]]()
+    results = list[dict[str, bytes]]()
     for name, size in (("whole", COPY_BYTES), ("pieces", 4096)):  # the least piece is a row of blocks
         monkeypatch.setattr(shard, "COPY_BYTES", size)
         execute(plan_job(folder, tmp_path / name, recipe))
-        found.append(contents(tmp_path / name))
-    assert found[0] == found[1]
+        results.append(contents(tmp_path / name))
+    assert results[0] == results[1]
 
 
 EDGES = {

@@ -102,13 +102,13 @@ def test_a_shard_that_rotted_is_found_and_made_again_on_request(small: Path, cop
     before = (copied / SHARD).stat()
     flip(copied / SHARD, -1000)
     os.utime(copied / SHARD, ns=(before.st_atime_ns, before.st_mtime_ns))
-    said = run_here("run", small, copied, code=0).stderr
-    assert "finished shards have their recorded size and time (--verify hashes them too)" in said
+    errors = run_here("run", small, copied, code=0).stderr
+    assert "finished shards have their recorded size and time (--verify hashes them too)" in errors
     assert contents(copied) != contents(finished)
     before = times(copied)
-    said = run_here("run", small, copied, "--verify", code=0).stderr.replace("\n", " ")
-    assert "finished shards hashed: 3 (" in said
-    assert f"damaged, to be converted again: {SHARD}" in said
+    errors = run_here("run", small, copied, "--verify", code=0).stderr.replace("\n", " ")
+    assert "finished shards hashed: 3 (" in errors
+    assert f"damaged, to be converted again: {SHARD}" in errors
     assert contents(copied) == contents(finished)
     assert [name for name, time in times(copied).items() if time != before[name]] == [SHARD]
     assert "damaged" not in run_here("run", small, copied, "--verify", code=0).stderr
@@ -116,9 +116,9 @@ def test_a_shard_that_rotted_is_found_and_made_again_on_request(small: Path, cop
 
 def test_a_shard_that_was_written_to_is_found_without_a_request(small: Path, copied: Path, finished: Path) -> None:
     flip(copied / SHARD, -1000)
-    said = run_here("run", small, copied, code=0).stderr.replace("\n", " ")
-    assert "finished shards hashed: 1 (" in said
-    assert f"damaged, to be converted again: {SHARD}" in said
+    errors = run_here("run", small, copied, code=0).stderr.replace("\n", " ")
+    assert "finished shards hashed: 1 (" in errors
+    assert f"damaged, to be converted again: {SHARD}" in errors
     assert contents(copied) == contents(finished)
 
 
@@ -138,9 +138,9 @@ def test_a_source_changed_under_its_header_is_refused(lost: str | None, source: 
         (own / lost).unlink()
     before = contents(own)
     flip(source / SHARD, -1000)
-    said = run_here("run", source, own, code=1).stderr.replace("\n", " ")
-    assert f"error: {SHARD}: this source shard has other bytes than when the job" in said
-    assert "To convert what is there now, choose a new destination. To go on, restore the source." in said
+    errors = run_here("run", source, own, code=1).stderr.replace("\n", " ")
+    assert f"error: {SHARD}: this source shard has other bytes than when the job" in errors
+    assert "To convert what is there now, choose a new destination. To go on, restore the source." in errors
     assert contents(own) == before
 
 

@@ -146,12 +146,12 @@ def test_nothing_but_converted_tensors_differs(k25: Path, tmp_path: Path) -> Non
     after = open_checkpoint(convert(k25, tmp_path / "out"))
     source = raw_tensors(k25)
     result = raw_tensors(tmp_path / "out")
-    kept = [name for name in source if ".experts." not in name]
-    assert kept
-    for name in kept:
-        one = before.tensors[name]
+    copied = [name for name in source if ".experts." not in name]
+    assert copied
+    for name in copied:
+        tensor = before.tensors[name]
         other = after.tensors[name]
-        assert (one.dtype, one.shape, source[name]) == (other.dtype, other.shape, result[name])
+        assert (tensor.dtype, tensor.shape, source[name]) == (other.dtype, other.shape, result[name])
     assert before.tensor_bytes == after.tensor_bytes
     for sidecar in ("tokenizer.json", "chat_template.jinja"):
         assert (k25 / sidecar).read_bytes() == (tmp_path / "out" / sidecar).read_bytes()
@@ -187,8 +187,8 @@ def test_input_scales_and_kv_cache_are_settable(tiny: Path, tmp_path: Path) -> N
     options = ("--set", "input_scale={gate_up: 0.5, down: 0.25}", "--set", "kv_cache=fp8")
     result = convert(tiny, tmp_path / "out", *options)
     tensors = load(result)
-    found = {(name.split(".")[-2], t.item()) for name, t in tensors.items() if name.endswith("input_scale")}
-    assert found == {("gate_proj", 0.5), ("up_proj", 0.5), ("down_proj", 0.25)}
+    scales = {(name.split(".")[-2], t.item()) for name, t in tensors.items() if name.endswith("input_scale")}
+    assert scales == {("gate_proj", 0.5), ("up_proj", 0.5), ("down_proj", 0.25)}
     assert json.loads((result / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
     quantization = json.loads((result / "hf_quant_config.json").read_text())["quantization"]
     assert quantization["kv_cache_quant_algo"] == "FP8"
@@ -249,10 +249,10 @@ def test_the_reference_quantizer_says_that_its_rule_is_max(tiny: Path, run_cli: 
 
 
 def test_inspect_names_what_it_finds(k25: Path, run_cli: RunCli) -> None:
-    found = json.loads(run_cli("inspect", k25, "--json").stdout)
-    assert found["family"] == "kimi-k2.5"
-    assert found["quantization"]["where"] == "config.json text_config"
-    assert {"vision_tower", "mm_projector"} <= {holding["role"] for holding in found["holdings"]}
+    document = json.loads(run_cli("inspect", k25, "--json").stdout)
+    assert document["family"] == "kimi-k2.5"
+    assert document["quantization"]["where"] == "config.json text_config"
+    assert {"vision_tower", "mm_projector"} <= {holding["role"] for holding in document["holdings"]}
 
 
 def test_a_result_below_the_budget_ends_with_3(k2_shaped: Path, tmp_path: Path, run_cli: RunCli) -> None:
@@ -267,14 +267,14 @@ def test_a_result_below_the_budget_ends_with_3(k2_shaped: Path, tmp_path: Path, 
         assert "_proj has " in line
         assert "next: " not in done.stderr, "a validation would fail"
     assert (tmp_path / "out" / "config.json").exists()
-    found = json.loads(done.stdout)["below_budget"]
+    below_budget = json.loads(done.stdout)["below_budget"]
     checked = run_cli("validate", tmp_path / "out", "--source", k2_shaped, "--json", code=3)
     rule = next(rule for rule in json.loads(checked.stdout)["contract"]["rules"] if rule["number"] == 18)
-    assert found["tensor_sqnr_db"] == 22.5
-    assert len(found["tensors"]) == rule["count"]
-    for name, figure in found["tensors"].items():
+    assert below_budget["tensor_sqnr_db"] == 22.5
+    assert len(below_budget["tensors"]) == rule["count"]
+    for name, figure in below_budget["tensors"].items():
         assert figure < 22.5
-        assert f"has {figure:.2f} dB" in line or len(found["tensors"]) > 3, name
+        assert f"has {figure:.2f} dB" in line or len(below_budget["tensors"]) > 3, name
 
 
 def test_a_result_within_the_budget_says_nothing_of_it(k2_shaped: Path, tmp_path: Path, run_cli: RunCli) -> None:

@@ -21,7 +21,7 @@ from k2convert.errors import CalibrationError, DiskFullError, RecipeError
 from k2convert.forward.layer_pass import PassText
 from k2convert.job.prepare import Job, check_room
 from k2convert.job.run import execute
-from k2convert.plan.recipe import build_recipe, settle_recipe
+from k2convert.plan.recipe import build_recipe, resolve_recipe
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.command import read_command
 from k2convert.records.ledger import read_ledger
@@ -117,8 +117,8 @@ def test_partners_in_different_shards_in_the_other_layout(cut: Path, text: Path,
     options = ("--calibrate", text, *SMALL, "--layout", "compressed-tensors", "--activations", "w4a16")
     words = ("run", cut, tmp_path / "out", *options, "--workers", "3")
     shown = run_here(*words, code=0)
-    said = "2 layers on 320 tokens of calibration.txt, in 5 windows of 64; 1 of them is kept out of the fit"
-    assert f"calibrates while it converts: {said}" in shown.stderr
+    summary = "2 layers on 320 tokens of calibration.txt, in 5 windows of 64; 1 of them is kept out of the fit"
+    assert f"calibrates while it converts: {summary}" in shown.stderr
     assert "calibrate: 100 % (2 of 2 layers)" in shown.stderr
     assert run("validate", tmp_path / "out", "--source", cut, "--quiet") == 0
 
@@ -179,8 +179,8 @@ def test_a_dry_run_shows_the_layer_pass(short: Path, text: Path, tmp_path: Path)
     words = ("run", short, tmp_path / "out", "--calibrate", text, *SMALL, "--dry-run")
     shown = run_here(*words, code=0).stdout
     assert "calibrates while it converts: 3 layers on 320 tokens of calibration.txt, in 5 windows of 64" in shown
-    found = json.loads(run_here(*words, "--json", code=0).stdout)["calibration"]
-    assert (found["layers"], found["finished_layers"], found["tokens"]) == (3, 0, 320)
+    calibration = json.loads(run_here(*words, "--json", code=0).stdout)["calibration"]
+    assert (calibration["layers"], calibration["finished_layers"], calibration["tokens"]) == (3, 0, 320)
     assert not (tmp_path / "out").exists()
 
 
@@ -252,10 +252,10 @@ def test_token_ids_and_the_command_with_every_file(short: Path, text: Path, done
     words = [word for path in files for word in ("--calibrate", str(path))]
     assert run("run", short, tmp_path / "out", *words, *SMALL, "--quiet") == 0
     assert raw_tensors(tmp_path / "out") == raw_tensors(done / "out")
-    kept = read_command(tmp_path / "out")
-    assert kept is not None
-    first = kept.words.index("--calibrate")
-    assert kept.words[first : first + 4] == tuple(words)
+    command = read_command(tmp_path / "out")
+    assert command is not None
+    first = command.words.index("--calibrate")
+    assert command.words[first : first + 4] == tuple(words)
 
 
 def test_weights_of_another_source(cut: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,17 +272,17 @@ def test_weights_of_another_source(cut: Path, text: Path, tmp_path: Path, monkey
 
 def test_a_recipe_with_text_is_settled() -> None:
     unset = build_recipe({"name": "a", "activations": "w4a16"}, where="a")
-    settled = settle_recipe(unset, has_text=True)
+    settled = resolve_recipe(unset, has_text=True)
     assert (settled.rule, settled.smoothing) == ("gptq", False)
     with_fp4 = build_recipe({"name": "a", "activations": "w4a4"}, where="a")
-    assert settle_recipe(with_fp4, has_text=True).smoothing
-    off = settle_recipe(build_recipe({"name": "a", "rule": "gptq", "smoothing": False}, where="a"), has_text=True)
+    assert resolve_recipe(with_fp4, has_text=True).smoothing
+    off = resolve_recipe(build_recipe({"name": "a", "rule": "gptq", "smoothing": False}, where="a"), has_text=True)
     assert (off.rule, off.smoothing) == ("gptq", False)
     assert settled.budget.tensor_sqnr_db < unset.budget.tensor_sqnr_db, (
         "codes of a layer pass keep outputs, not weights"
     )
     strict = build_recipe({"name": "a", "budget": {"tensor_sqnr_db": 21.0}}, where="a")
-    assert settle_recipe(strict, has_text=True).budget == strict.budget
+    assert resolve_recipe(strict, has_text=True).budget == strict.budget
 
 
 @pytest.mark.parametrize(
@@ -297,4 +297,4 @@ def test_a_recipe_with_text_is_settled() -> None:
 )
 def test_a_recipe_that_cannot_use_it_is_refused(recipe: dict[str, Any], has_text: bool, problem: str) -> None:
     with pytest.raises(RecipeError, match=problem):
-        settle_recipe(build_recipe({"name": "a"} | recipe, where="a"), has_text=has_text)
+        resolve_recipe(build_recipe({"name": "a"} | recipe, where="a"), has_text=has_text)

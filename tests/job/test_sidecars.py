@@ -216,16 +216,16 @@ def moved_away(source: Path, name: str, elsewhere: Path) -> Path:
 def test_a_link_out_is_refused_where_a_job_needs_the_file(
     name: str, verb: tuple[str, ...], source: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    places = {"SOURCE": source, "OUT": tmp_path / "out", "KEEP": keep_all(source, tmp_path), "TEXT": tmp_path / "a.txt"}
-    places["TEXT"].write_text("one two three " * 200)
+    paths = {"SOURCE": source, "OUT": tmp_path / "out", "KEEP": keep_all(source, tmp_path), "TEXT": tmp_path / "a.txt"}
+    paths["TEXT"].write_text("one two three " * 200)
     target = moved_away(source, name, tmp_path / "elsewhere")
-    shown = run_cli(*(places.get(word, word) for word in verb), code=1)
+    shown = run_cli(*(paths.get(word, word) for word in verb), code=1)
     assert f"{source / name}: is a link to {target}, out of the checkpoint. Only weights may lie" in shown.stderr
     assert "Put the file in place of the link." in shown.stderr
     assert not (tmp_path / "out").exists()
     (source / name).unlink()
     target.rename(source / name)
-    run_cli(*(places.get(word, word) for word in verb if not word.startswith("--cal") and word != "TEXT"), code=0)
+    run_cli(*(paths.get(word, word) for word in verb if not word.startswith("--cal") and word != "TEXT"), code=0)
 
 
 def test_links_that_lead_to_no_file_are_named(source: Path, tmp_path: Path, run_cli: RunCli) -> None:
@@ -241,8 +241,8 @@ def test_links_that_lead_to_no_file_are_named(source: Path, tmp_path: Path, run_
 def keep_all(source: Path, folder: Path) -> Path:
     """A list that keeps every expert of each MoE layer."""
     config = json.loads((source / "config.json").read_text())
-    kept = list(range(config["n_routed_experts"]))
+    experts = list(range(config["n_routed_experts"]))
     layers = range(config["first_k_dense_replace"], config["num_hidden_layers"])
     path = folder / "keep.json"
-    path.write_text(json.dumps({"experts": {str(layer): kept for layer in layers}}))
+    path.write_text(json.dumps({"experts": {str(layer): experts for layer in layers}}))
     return path

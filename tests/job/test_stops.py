@@ -84,16 +84,16 @@ def check(ended: Ended, number: signal.Signals, verb: str) -> None:
     assert ended.code == 128 + number, ended.errors
     assert "Traceback" not in ended.errors
     assert "terminate called" not in ended.errors
-    (said,) = (line for line in ended.errors.splitlines() if line.startswith("interrupted"))
-    assert re.fullmatch(f"{SENTENCES[verb]}|{BEFORE}", said), ended.errors
+    (sentence,) = (line for line in ended.errors.splitlines() if line.startswith("interrupted"))
+    assert re.fullmatch(f"{SENTENCES[verb]}|{BEFORE}", sentence), ended.errors
     assert ended.ticks < MOST_TICKS, ended.errors
 
 
 def check_count(ended: Ended, records: Path) -> None:
     """The sentence counts the shards that have a record. One more may get its own before the process ends."""
-    said = re.search(r"interrupted: (\d) of \d shards are converted", ended.errors)
-    if said is not None and records.exists():  # it goes when a result is complete
-        assert len(list(records.glob("*.json"))) - int(said[1]) in (0, 1), ended.errors
+    match = re.search(r"interrupted: (\d) of \d shards are converted", ended.errors)
+    if match is not None and records.exists():  # it goes when a result is complete
+        assert len(list(records.glob("*.json"))) - int(match[1]) in (0, 1), ended.errors
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command import run, run_here, said
+from command import messages_of, run, run_here
 from results import contents
 
 from k2convert.checkpoint.files import write_atomically
@@ -32,7 +32,7 @@ def plant(path: Path, target: Path) -> None:
 
 
 def refusal(source: Path, destination: Path) -> str:
-    shown = said(run_here("run", source, destination, code=1).stderr)
+    shown = messages_of(run_here("run", source, destination, code=1).stderr)
     [error] = [line for line in shown.splitlines() if line.startswith("error: ")]
     return error
 
@@ -47,8 +47,8 @@ def test_a_link_as_a_file_is_refused(name: str, begun: bool, small: Path, finish
     precious = tmp_path / "precious"
     if name in FOLDERS:
         precious.mkdir()
-    kept = precious / f"{SHARD}.json.tmp" if name in FOLDERS else precious
-    kept.write_text("the only copy")
+    target = precious / f"{SHARD}.json.tmp" if name in FOLDERS else precious
+    target.write_text("the only copy")
     if begun:
         shutil.copytree(finished, destination)
     (destination / ".k2convert").mkdir(parents=True, exist_ok=True)
@@ -56,8 +56,8 @@ def test_a_link_as_a_file_is_refused(name: str, begun: bool, small: Path, finish
     error = refusal(small, destination)
     assert f"{destination / name}: is a link" in error
     assert "Remove it" in error
-    assert kept.read_text() == "the only copy"
-    assert name not in FOLDERS or [path.name for path in precious.iterdir()] == [kept.name]
+    assert target.read_text() == "the only copy"
+    assert name not in FOLDERS or [path.name for path in precious.iterdir()] == [target.name]
     assert (destination / name).is_symlink()
 
 
@@ -94,7 +94,7 @@ def test_the_second_name_of_a_file_is_not_written_through(small: Path, tmp_path:
 
 def test_a_copy_by_hard_links_and_its_original_are_two_folders(small: Path, copied: Path, tmp_path: Path) -> None:
     linked = Path(shutil.copytree(copied, tmp_path / "linked", copy_function=os.link))
-    kept = contents(linked)
+    before = contents(linked)
     (copied / "config.json").unlink()
     with share_destination(copied), share_destination(copied):
         pass
@@ -102,7 +102,7 @@ def test_a_copy_by_hard_links_and_its_original_are_two_folders(small: Path, copi
         assert read_lock(copied)[0]
     for folder in (copied, linked):
         assert run("run", small, folder, "--json") == 0
-    assert contents(linked) == contents(copied) == kept
+    assert contents(linked) == contents(copied) == before
 
 
 def test_a_lock_with_two_names_is_still_a_lock(copied: Path, tmp_path: Path) -> None:
@@ -148,14 +148,14 @@ def test_the_work_folder_of_an_evaluation_is_no_link(tmp_path: Path) -> None:
 
 
 def test_the_sweep_removes_only_names_of_this_program(small: Path, copied: Path) -> None:
-    kept = ["notes.tmp", "model.tmp", ".k2convert/notes.tmp", ".k2convert/done/notes.json.tmp"]
+    others = ["notes.tmp", "model.tmp", ".k2convert/notes.tmp", ".k2convert/done/notes.json.tmp"]
     ours = [f"{SHARD}.tmp", f".k2convert/done/{SHARD}.json.tmp"]
-    for name in (*kept, *ours):
+    for name in (*others, *ours):
         (copied / name).write_text("x")
     (copied / "folder.tmp").mkdir()
     (copied / "model-00001-of-000003.safetensors.tmp").mkdir()
     assert run("run", small, copied, "--json") == 0
-    assert all((copied / name).read_text() == "x" for name in kept)
+    assert all((copied / name).read_text() == "x" for name in others)
     assert not any((copied / name).exists() for name in ours)
     assert (copied / "folder.tmp").is_dir()
     assert (copied / "model-00001-of-000003.safetensors.tmp").is_dir()

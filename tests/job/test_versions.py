@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from command import run_here, said
+from command import messages_of, run_here
 from pydantic import JsonValue
 from results import contents
 from structure import ROOT, TINY
@@ -55,7 +55,7 @@ def test_only_a_version_with_the_same_arithmetic_continues_a_job(cut: Path, tmp_
 def test_a_conversion_on_a_cuda_device_is_said_to_run_on_the_cpu(cut: Path, text: Path, tmp_path: Path) -> None:
     for options, is_said in (((), True), (("--calibrate", text), False)):
         shown = run_here("run", cut, tmp_path / "out", *options, "--device", "cuda", "--dry-run")
-        assert ("note: --device cuda: the conversion runs on the CPU." in said(shown.stderr)) is is_said
+        assert ("note: --device cuda: the conversion runs on the CPU." in messages_of(shown.stderr)) is is_said
 
 
 BEGUN = json.loads((ROOT / "tests" / "data" / "begun-by-0.3.json").read_text())

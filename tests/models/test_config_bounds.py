@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command import run_here, said
+from command import messages_of, run_here
 
 from k2convert.errors import PlanError
 from k2convert.models.config import BOUNDS, check_bounds
@@ -40,7 +40,7 @@ def test_every_verb_refuses_a_config_of_absurd_size(field: str, tiny: Path, tmp_
         ["run", source, tmp_path / "out"],
         ["run", source, tmp_path / "out", "--calibrate", tmp_path / "text.txt"],
     ):
-        message = said(run_here(*words, code=1).stderr)
+        message = messages_of(run_here(*words, code=1).stderr)
         assert message.startswith(f"error: {source}: config.json: {field} is 2147483648, more than any model has.")
         assert message.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "text.txt"]

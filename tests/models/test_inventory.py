@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run_here, said
+from command import messages_of, run_here
 
 from k2convert.check.contract.result import read_result
 from k2convert.check.contract.tensors import check_expert_counts, check_names, check_shapes
@@ -77,7 +77,7 @@ def described(source: Checkpoint) -> list[tuple[str, str, tuple[int, ...] | None
     experts = find_experts(parse_tensor_names(source, family=family).values())
     model = DescribedModel(family, architecture, source.config, "folder")
     assert not list(model.find_faults(source.tensors, experts))
-    return sorted((one.name, one.dtypes[0], one.shape) for one in model.tensors(source.tensors, experts))
+    return sorted((tensor.name, tensor.dtypes[0], tensor.shape) for tensor in model.tensors(source.tensors, experts))
 
 
 @pytest.mark.slow
@@ -140,14 +140,14 @@ def test_a_source_with_one_wrong_tensor_is_refused(family: str, name: str, damag
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tensors]]:
-    made: dict[str, tuple[Path, Tensors]] = {}
+    by_family: dict[str, tuple[Path, Tensors]] = {}
     for family, (specs, config) in SMALL.items():
-        found = plan(checkpoint(infos(specs), config), family)
-        outputs = [output for job in found.jobs for output in job.outputs]
+        jobs = plan(checkpoint(infos(specs), config), family).jobs
+        outputs = [output for job in jobs for output in job.outputs]
         folder = tmp_path_factory.mktemp(family)
         (folder / "config.json").write_text(json.dumps(config))
-        made[family] = folder, infos(TensorSpec(one.name, one.dtype, one.shape) for one in outputs)
-    return made
+        by_family[family] = folder, infos(TensorSpec(output.name, output.dtype, output.shape) for output in outputs)
+    return by_family
 
 
 def faults(folder: Path, tensors: Tensors) -> list[str]:
@@ -161,20 +161,20 @@ def faults(folder: Path, tensors: Tensors) -> list[str]:
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
-    ("family", "kept"), [(family, k) for family, (specs, _) in SMALL.items() for k in ("experts", "rest")]
+    ("family", "part"), [(family, k) for family, (specs, _) in SMALL.items() for k in ("experts", "rest")]
 )
 def test_a_result_with_one_wrong_tensor_fails_without_the_source(
-    family: str, kept: str, damage: Callable[..., Tensors], results: dict[str, tuple[Path, Tensors]]
+    family: str, part: str, damage: Callable[..., Tensors], results: dict[str, tuple[Path, Tensors]]
 ) -> None:
     folder, tensors = results[family]
     assert faults(folder, tensors) == []
-    names = [name for name in kinds(tensors) if (".experts." in name) == (kept == "experts")]
+    names = [name for name in kinds(tensors) if (".experts." in name) == (part == "experts")]
     assert len(names) > 5
     for name in names:
-        found = faults(folder, damage(tensors, name))
+        messages = faults(folder, damage(tensors, name))
         module = name.rpartition(".")[0]
-        assert any(one.startswith(module) for one in found), (name, found)
-        assert len(found) == len(set(found)), (name, found)
+        assert any(message.startswith(module) for message in messages), (name, messages)
+        assert len(messages) == len(set(messages)), (name, messages)
 
 
 def k2_variant(change: Callable[[Tensors], Tensors] = lambda tensors: tensors, **fields: Any) -> Checkpoint:
@@ -194,20 +194,20 @@ def in_dtype(dtype: str, *parts: str) -> Callable[[Tensors], Tensors]:
 
 
 def with_biases(tensors: Tensors) -> Tensors:
-    found = dict(tensors)
+    variant = dict(tensors)
     for name, tensor in tensors.items():
         if any(part in name for part in ("q_a_proj", "kv_a_proj", "o_proj")):
             bias = name.replace(".weight", ".bias")
-            found[bias] = tensor._replace(name=bias, shape=tensor.shape[:1])
-    return found
+            variant[bias] = tensor._replace(name=bias, shape=tensor.shape[:1])
+    return variant
 
 
 def with_one_query_matrix(tensors: Tensors) -> Tensors:
-    found = without("q_a_", "q_b_")(tensors)
+    variant = without("q_a_", "q_b_")(tensors)
     for layer in range(SMALL_SHAPE.layers):
         name = f"model.layers.{layer}.self_attn.q_proj.weight"
-        found[name] = TensorInfo(name, "BF16", (2 * (128 + 64), 512), 0, 0, "s.safetensors")
-    return found
+        variant[name] = TensorInfo(name, "BF16", (2 * (128 + 64), 512), 0, 0, "s.safetensors")
+    return variant
 
 
 VARIANTS: dict[str, Callable[[], Checkpoint]] = {
@@ -293,9 +293,9 @@ WRONG: dict[str, tuple[Callable[[], Checkpoint], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_said_with_its_remedy(what: str) -> None:
-    make, words = WRONG[what]
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_is_wrong_is_said_with_its_remedy(fault: str) -> None:
+    make, words = WRONG[fault]
     source = make()
     with pytest.raises(PlanError, match=words) as refused:
         plan(source, detect_family(source).name)
@@ -307,4 +307,4 @@ def test_evaluate_needs_every_tensor(tiny: Path, tmp_path: Path) -> None:
     edit_tensor(source, "model.layers.2.self_attn.kv_b_proj.weight", lambda _: None)
     (tmp_path / "text.jsonl").write_text(json.dumps(list(range(64))) + "\n")
     words = ("evaluate", source, source, "--text", tmp_path / "text.jsonl", "--out", tmp_path / "out")
-    assert "kv_b_proj.weight is missing" in said(run_here(*words, code=1).stderr)
+    assert "kv_b_proj.weight is missing" in messages_of(run_here(*words, code=1).stderr)

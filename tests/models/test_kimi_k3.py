@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import run_here, said
+from command import messages_of, run_here
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import K2ConvertError
@@ -55,12 +55,12 @@ def test_counts_and_bytes_are_those_of_the_published_repository() -> None:
     [("w4a4", 991_812, 1_645_947_954_176), ("w4a16", 744_516, 1_645_946_964_992)],
 )
 def test_the_result_has_the_published_counts(activations: str, tensors: int, num_bytes: int, k3_headers: Path) -> None:
-    found = plan(k3_headers, activations=activations)
-    assert sum(len(job.outputs) for job in found.jobs) == tensors
-    assert found.data_bytes == num_bytes
-    assert len(found.projections) == 247_296
-    assert action_counts(found)["copy"]["source_tensors"] == 2_628
-    assert len(found.banks) == 92 * 6
+    conversion = plan(k3_headers, activations=activations)
+    assert sum(len(job.outputs) for job in conversion.jobs) == tensors
+    assert conversion.data_bytes == num_bytes
+    assert len(conversion.projections) == 247_296
+    assert action_counts(conversion)["copy"]["source_tensors"] == 2_628
+    assert len(conversion.banks) == 92 * 6
 
 
 def test_every_tensor_has_a_role(k3_tiny: Path) -> None:
@@ -178,10 +178,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.quick(8)
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_kimi_k3_in_mxfp4_is_refused_in_one_line(what: str, k3_tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_is_not_kimi_k3_in_mxfp4_is_refused_in_one_line(fault: str, k3_tiny: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(k3_tiny, tmp_path / "source")
-    change, expected = REFUSED[what]
+    change, expected = REFUSED[fault]
     change(folder)
     with pytest.raises(K2ConvertError) as refused:
         plan(folder)
@@ -234,9 +234,9 @@ def test_unusable_scales_stop_the_run_by_name(byte: int, expected: str, k3_tiny:
 )
 def test_a_calibration_is_refused(command: tuple[str, ...], k3_tiny: Path, converted: Path, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text(json.dumps(list(range(64))) + "\n")
-    places = {"SOURCE": k3_tiny, "RESULT": converted, "OUT": tmp_path / "out"}
-    places |= {"TEXT": tmp_path / "text.jsonl"}
-    line = said(run_here(*(places.get(word, word) for word in command), code=1).stderr)
+    paths = {"SOURCE": k3_tiny, "RESULT": converted, "OUT": tmp_path / "out"}
+    paths |= {"TEXT": tmp_path / "text.jsonl"}
+    line = messages_of(run_here(*(paths.get(word, word) for word in command), code=1).stderr)
     assert re.fullmatch(
         r"error: \S+: Kimi K3 is not calibrated on a text: .*\. Convert it without --calibrate and --rule; .*\n", line
     )
@@ -244,5 +244,7 @@ def test_a_calibration_is_refused(command: tuple[str, ...], k3_tiny: Path, conve
 
 
 def test_a_remedy_is_one_that_kimi_k3_has(k3_tiny: Path, tmp_path: Path) -> None:
-    line = said(run_here("run", k3_tiny, tmp_path / "out", "--rule", "gptq", "--calibrate", "TEXT", code=1).stderr)
+    line = messages_of(
+        run_here("run", k3_tiny, tmp_path / "out", "--rule", "gptq", "--calibrate", "TEXT", code=1).stderr
+    )
     assert "Convert it without --calibrate" in line

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import run_here, said
+from command import messages_of, run_here
 
 from k2convert.models import FAMILIES, family_of
 from scripts.fixture_maker.damage import edit_checkpoint, edit_json, edit_tensor
@@ -27,10 +27,12 @@ def method(name: str, suffixes: dict[str, torch.Tensor]) -> Change:
     def change(checkpoint: SmallCheckpoint) -> None:
         checkpoint.config["quantization_config"] = {"quant_method": name, "bits": 4}
         for shard, members in checkpoint.shards.items():
-            kept = {n: t for n, t in members.items() if ".experts." not in n}
+            others = {n: t for n, t in members.items() if ".experts." not in n}
             modules = {n.rpartition(".")[0] for n in members if ".experts." in n}
-            made = {f"{module}.{suffix}": t.clone() for module in sorted(modules) for suffix, t in suffixes.items()}
-            checkpoint.shards[shard] = kept | made
+            quantized = {
+                f"{module}.{suffix}": t.clone() for module in sorted(modules) for suffix, t in suffixes.items()
+            }
+            checkpoint.shards[shard] = others | quantized
 
     return lambda folder: edit_checkpoint(folder, change)
 
@@ -43,15 +45,15 @@ def int_quantized(folder: Path) -> None:
 def drop_experts(checkpoint: SmallCheckpoint, count: int, *, numbers: Callable[[int], int], rows: bool = True) -> None:
     """Keep the first experts, under other numbers, and their rows of the router."""
     for shard, members in checkpoint.shards.items():
-        made: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, tensor in members.items():
             stem, is_expert, rest = name.partition(".experts.")
             number, _, end = rest.partition(".")
             if is_expert and int(number) < count:
-                made[f"{stem}.experts.{numbers(int(number))}.{end}"] = tensor
+                tensors[f"{stem}.experts.{numbers(int(number))}.{end}"] = tensor
             elif not is_expert:
-                made[name] = tensor[:count].clone() if rows and ".mlp.gate." in name else tensor
-        checkpoint.shards[shard] = made
+                tensors[name] = tensor[:count].clone() if rows and ".mlp.gate." in name else tensor
+        checkpoint.shards[shard] = tensors
 
 
 def pruned(**options: Any) -> Change:
@@ -115,7 +117,7 @@ def early_names(checkpoint: SmallCheckpoint) -> None:
 def test_a_diagnosis_names_what_is_there_and_what_helps(name: str, source: Path, tmp_path: Path) -> None:
     change, words = DIAGNOSES[name]
     change(source)
-    message = said(run_here("run", source, tmp_path / "out", "--dry-run", code=1).stderr)
+    message = messages_of(run_here("run", source, tmp_path / "out", "--dry-run", code=1).stderr)
     assert words in message
     assert "a BF16 copy?" not in message
     assert ("hf download" in message) == (words == "hf download" or name == "weights in GGUF")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import RunCli, said
+from command import RunCli, messages_of
 
 from k2convert.plan.recipe import Recipe, load_recipe, shipped_recipes
 
@@ -37,7 +37,7 @@ def test_nvfp4_weights_are_counted_as_weights(layout: str, tiny: Path, tmp_path:
     assert "cannot be converted" not in shown.stdout
     assert f"converted by rule mse, layout {layout}, w4a4: NVFP4 weight error 0.00" in shown.stdout
     assert " of that of rule max\n" in shown.stdout
-    assert said(shown.stderr) == f"next: k2convert validate {out} --source {tiny}\n"
+    assert messages_of(shown.stderr) == f"next: k2convert validate {out} --source {tiny}\n"
 
 
 def test_a_folder_is_shown_as_it_was_given(tiny: Path, tmp_path: Path, run_cli: RunCli) -> None:
@@ -100,8 +100,8 @@ print(json.dumps({"peaks": peaks, "entries": index.count(b".safetensors"), "byte
 def test_plan_and_index_stay_below_a_gigabyte(k3_headers: Path, tmp_path: Path) -> None:
     helpers = Path(__file__).resolve().parents[1]
     arguments = [sys.executable, "-c", MEASURE, k3_headers, helpers, tmp_path / "out"]
-    found = json.loads(subprocess.run(arguments, capture_output=True, check=True).stdout)
-    planned, assembled = found["peaks"]
+    report = json.loads(subprocess.run(arguments, capture_output=True, check=True).stdout)
+    planned, assembled = report["peaks"]
     assert planned < 0.7e9
     assert assembled < 1.0e9
-    assert found["entries"] == 991_812
+    assert report["entries"] == 991_812

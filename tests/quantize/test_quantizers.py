@@ -67,15 +67,15 @@ def by_max(projections: dict[str, Int4Weight]) -> Converted:
     return convert(create_quantizer("native", rule="max"), projections)
 
 
-def assert_same_bytes(one: Nvfp4Weight, other: Nvfp4Weight, name: str) -> None:
-    assert np.array_equal(one.packed, other.packed), name
-    assert np.array_equal(one.block_scales, other.block_scales), name
+def assert_same_bytes(weight: Nvfp4Weight, other: Nvfp4Weight, name: str) -> None:
+    assert np.array_equal(weight.packed, other.packed), name
+    assert np.array_equal(weight.block_scales, other.block_scales), name
 
 
-def assert_same_figures(one: WeightMetrics, other: WeightMetrics) -> None:
+def assert_same_figures(figures: WeightMetrics, other: WeightMetrics) -> None:
     """Sums may differ by the order of their terms, and only kernels count blocks outside the normal range."""
-    for field in fields(one):
-        a = getattr(one, field.name)
+    for field in fields(figures):
+        a = getattr(figures, field.name)
         b = getattr(other, field.name)
         if field.name != "blocks_outside_normal":
             assert a == (pytest.approx(b, rel=1e-12) if isinstance(b, float) else b), field.name

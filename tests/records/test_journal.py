@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import RunCli, run_here, said
+from command import RunCli, messages_of, run_here
 from damaged_files import edit_sealed
 
 from k2convert.checkpoint.files import write_atomically
@@ -33,7 +33,7 @@ def messages(result: Path, tiny: Path) -> list[str]:
     for words in (["run", tiny, result], ["status", result]):
         done = run_here(*words, code=1)
         assert "Traceback" not in done.stderr
-        *_, last = said(done.stderr).splitlines()
+        *_, last = messages_of(done.stderr).splitlines()
         assert last.startswith("error: ")
         lines.append(last)
     return lines
@@ -153,9 +153,9 @@ def test_the_command_has_no_path(run_cli: RunCli, tiny: Path, tmp_path: Path, mo
 def test_a_command_is_read_with_the_folder_it_was_given_in(tmp_path: Path, given_in: str) -> None:
     (tmp_path / "real/out/.k2convert").mkdir(parents=True)
     (tmp_path / "out").symlink_to("real/out")
-    kept = JobCommand(("k2convert", "run", "S", str(tmp_path / "out")), str(tmp_path / given_in))
-    keep_command(tmp_path / "out", kept)
-    assert read_command(tmp_path / "out") == kept
+    command = JobCommand(("k2convert", "run", "S", str(tmp_path / "out")), str(tmp_path / given_in))
+    keep_command(tmp_path / "out", command)
+    assert read_command(tmp_path / "out") == command
 
 
 @pytest.mark.parametrize("words", [["run", "S", "out"], ["run", "--rule=max", "S", "--yes", "sub/../out"]])

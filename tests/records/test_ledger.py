@@ -70,10 +70,10 @@ def test_a_ledger_of_an_earlier_release_keeps_the_name_of_its_rule(local_result:
     folder = Path(shutil.copytree(local_result, tmp_path / "copy"))
     edit_json(folder / "k2convert.json", lambda d: d["recipe"].update(rule="weighted"))
     edit_json(folder / "k2convert.json", lambda d: d.update(colour="red"))
-    found = read_ledger(folder)
-    assert found.recipe.rule == "weighted"
-    assert found.recipe.roles == read_ledger(local_result).recipe.roles
-    assert found.totals == read_ledger(local_result).totals
+    ledger = read_ledger(folder)
+    assert ledger.recipe.rule == "weighted"
+    assert ledger.recipe.roles == read_ledger(local_result).recipe.roles
+    assert ledger.totals == read_ledger(local_result).totals
 
 
 @pytest.mark.parametrize("part", DAMAGE)
@@ -193,11 +193,11 @@ def finished(k3_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[S
     folder = tmp_path_factory.mktemp("records") / "out"
     run_here("run", k3_tiny, folder, "--device", "cpu", code=0)
     job = Journal(folder).job()
-    found = Journal(folder).find_records(job.digest)[0]["model-00002-of-000007.safetensors"]
+    record = Journal(folder).find_records(job.digest)[0]["model-00002-of-000007.safetensors"]
     choice = random.Random(0)
     projections: list[ProjectionRecord] = []
     for number in range(NUM_PROJECTIONS):
-        measured = found.projections[number % len(found.projections)]
+        measured = record.projections[number % len(record.projections)]
         histogram = {byte: choice.randrange(1 << 16) for byte in range(32, 120, 8)}
         metrics = replace(
             measured.metrics,
@@ -209,7 +209,7 @@ def finished(k3_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[S
             scale_histogram=histogram,
         )
         projections.append(replace(measured, module=f"{measured.module}.{number}", metrics=metrics))
-    return replace(found, projections=tuple(projections)), job.recipe
+    return replace(record, projections=tuple(projections)), job.recipe
 
 
 def test_a_projection_takes_at_most_150_bytes_and_its_record_is_equal(finished: tuple[ShardRecord, Recipe]) -> None:

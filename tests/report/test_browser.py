@@ -114,8 +114,8 @@ def test_every_screen_shows_everything(name: str, tmp_path: Path, width: int, re
     with_script(files, tmp_path / "measured.html", MEASURE)
     listen = "onload=\"document.title = 'found ' + this.contentDocument.title\""
     (tmp_path / "frame.html").write_text(f'<iframe width="{width}" height="800" src="measured.html" {listen}></iframe>')
-    (found,) = re.findall(r"<title>found (.*)</title>", dump_dom(tmp_path / "frame.html", tmp_path)[0])
-    whole, wide, cut, fonts = json.loads(found)
+    (title,) = re.findall(r"<title>found (.*)</title>", dump_dom(tmp_path / "frame.html", tmp_path)[0])
+    whole, wide, cut, fonts = json.loads(title)
     assert whole == width
     assert wide == []
     assert cut == []

@@ -100,10 +100,10 @@ def test_kl_by_position_has_every_figure_and_modes_differ_by_more_than_color(loc
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (19.66, 22.7), (0, 1e-9), (0, 1e6), (-3, 7)])
 def test_ticks_are_round_and_few(low: float, high: float) -> None:
-    found = ticks(low, high, 5)
-    assert 2 <= len(found) <= 6
-    assert low - 1e-9 <= found[0] < found[-1] <= high * (1 + 1e-9)
-    assert all(float(f"{value:.2g}") == pytest.approx(value) for value in np.diff(found))
+    values = ticks(low, high, 5)
+    assert 2 <= len(values) <= 6
+    assert low - 1e-9 <= values[0] < values[-1] <= high * (1 + 1e-9)
+    assert all(float(f"{value:.2g}") == pytest.approx(value) for value in np.diff(values))
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def test_figures_are_those_of_ledger_and_records(local_result: Path) -> None:
     assert {role: plain(metrics) for role, metrics in report.ledger.totals.items()} == ledger["totals"]
     listed = [tensor.sqnr_db for tensor in report.worst]
     assert listed == sorted(tensor.sqnr_db for tensor in report.tensors)[: len(listed)]
-    maps = {found.projection: found for found in report.maps}
+    maps = {heat_map.projection: heat_map for heat_map in report.maps}
     assert list(maps) == ["gate", "up", "down"]
     num_cells = 0
     for record in Journal(local_result).find_records(report.ledger.digest)[0].values():
@@ -33,11 +33,11 @@ def test_figures_are_those_of_ledger_and_records(local_result: Path) -> None:
             assert projection.metrics is not None
             name = locate_module(projection.module)
             assert name is not None
-            found = maps[str(name.projection)]
-            sqnr = found.values[found.layers.index(int(name.layer or 0)), int(name.expert or 0)]
+            heat_map = maps[str(name.projection)]
+            sqnr = heat_map.values[heat_map.layers.index(int(name.layer or 0)), int(name.expert or 0)]
             assert sqnr == projection.metrics.sqnr_db
             num_cells += 1
-    assert num_cells == sum(found.values.size for found in maps.values()) == 144
+    assert num_cells == sum(heat_map.values.size for heat_map in maps.values()) == 144
 
 
 def test_measured_errors_replace_a_missing_journal(
@@ -91,7 +91,7 @@ def test_exact_and_absent_cells_differ(local_result: Path) -> None:
     total = collect_report(folder=local_result).total
     exact = tensor_figures("model.layers.1.mlp.experts.0.gate_proj", replace(total, squared_error=0.0))
     other = tensor_figures("model.layers.1.mlp.experts.2.gate_proj", total)
-    (found,) = heat_maps([exact, other])
-    assert np.isposinf(found.values[0, 0])
-    assert np.isnan(found.values[0, 1])
+    (heat_map,) = heat_maps([exact, other])
+    assert np.isposinf(heat_map.values[0, 0])
+    assert np.isnan(heat_map.values[0, 1])
     assert exact.sqnr_max_db is None

@@ -150,10 +150,10 @@ def with_source(report: Report, **facts: Any) -> Report:
 
 
 def test_hostile_names_are_shown_and_do_nothing(report: Report, config: Any) -> None:
-    found = replace(with_source(report, revision=HOSTILE), name=f"me/{HOSTILE}")
-    found = replace(found, ledger=replace(found.ledger, versions={HOSTILE: HOSTILE}))
+    hostile = replace(with_source(report, revision=HOSTILE), name=f"me/{HOSTILE}")
+    hostile = replace(hostile, ledger=replace(hostile.ledger, versions={HOSTILE: HOSTILE}))
     source = SourceCard(pipeline_tag="a: b\n---\n# taken", library_name="<script>")
-    text = render_card(found, base_model=HOSTILE, source=source, config=config)
+    text = render_card(hostile, base_model=HOSTILE, source=source, config=config)
     _, matter, body = text.split("\n---\n")[0], *text.removeprefix("---\n").split("\n---\n", 1)
     assert yaml.safe_load(matter)["base_model"] == HOSTILE
     assert yaml.safe_load(matter)["pipeline_tag"] == "a: b\n---\n# taken"

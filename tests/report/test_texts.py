@@ -195,18 +195,18 @@ def test_rules_that_were_not_checked_do_not_count_as_success(validation: Validat
     ):
         rules = list(contract.rules)
         rules[number] = replace(rules[number], verdict=verdict)
-        found = replace(validation, contract=replace(contract, rules=tuple(rules)))
-        assert contract_figure(found).value == value
+        report = replace(validation, contract=replace(contract, rules=tuple(rules)))
+        assert contract_figure(report).value == value
 
 
 def test_weights_that_the_rule_does_not_give_are_shown(local_result: Path, validation: ValidationReport) -> None:
     assert validation.weights is not None
     wrong = {"model.layers.1.mlp.experts.0.down_proj": "1 of 8 codes differ"}
     weights = replace(validation.weights, certificate=replace(validation.weights.certificate, mismatches=wrong))
-    found = replace(validation, weights=weights)
-    assert not found.passed
-    assert contract_figure(found).detail == "do not serve it: see what was compared"
-    (section,) = (s for s in sections(collect_report(folder=local_result, validation=found)) if "contract" in s.title)
+    report = replace(validation, weights=weights)
+    assert not report.passed
+    assert contract_figure(report).detail == "do not serve it: see what was compared"
+    (section,) = (s for s in sections(collect_report(folder=local_result, validation=report)) if "contract" in s.title)
     assert "by code that shares nothing with the conversion: faults in 1 of them." in " ".join(section.sentences)
 
 

@@ -96,15 +96,15 @@ def test_the_bucket_has_the_tokens_of_one_server_only_and_no_rounding() -> None:
 @pytest.mark.parametrize("engines", [("vllm", "vllm"), ("sglang", "vllm")])
 def test_the_figures_are_those_of_the_models(engines: tuple[str, str], serve: Serve, run: Run, ids: Path) -> None:
     servers = [serve(markov(1, apart=a), engine=e) for a, e in zip((0, 0.4), engines, strict=True)]
-    found = figures(run(*(server.url for server in servers), "--text", ids))
+    report = figures(run(*(server.url for server in servers), "--text", ids))
     windows = np.load(ids).reshape(-1, WINDOW)
     p, q = (np.stack([server.model(list(row))[:-1] for row in windows]) for server in servers)
     truth = (np.exp(p) * (p - q)).sum(axis=-1).mean()
-    assert 0.5 * truth < found["kl_at_least"] < truth
+    assert 0.5 * truth < report["kl_at_least"] < truth
     losses = [-np.take_along_axis(x, windows[:, 1:, None], axis=-1).mean() for x in (p, q)]
-    assert [found["perplexity_a"], found["perplexity_b"]] == pytest.approx(np.exp(losses), rel=1e-6)
-    assert found["same_likeliest_token"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).mean())
-    assert (found["predictions"], found["kl_of_a_from_itself"]) == (windows[:, 1:].size, 0)
+    assert [report["perplexity_a"], report["perplexity_b"]] == pytest.approx(np.exp(losses), rel=1e-6)
+    assert report["same_likeliest_token"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).mean())
+    assert (report["predictions"], report["kl_of_a_from_itself"]) == (windows[:, 1:].size, 0)
 
 
 def test_a_text_is_tokenized_by_the_servers_which_must_agree(serve: Serve, run: Run, ids: Path, tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_a_text_is_tokenized_by_the_servers_which_must_agree(serve: Serve, run: 
 
 def test_noise_is_that_of_the_reference_asked_twice(serve: Serve, run: Run, ids: Path) -> None:
     server = serve(noisy(markov(1), 0.2))
-    found = figures(run(server.url, server.url, "--text", ids))
-    assert 0 < found["kl_at_least"] < 2 * found["kl_of_a_from_itself"]
+    report = figures(run(server.url, server.url, "--text", ids))
+    assert 0 < report["kl_at_least"] < 2 * report["kl_of_a_from_itself"]
 
 
 def test_each_server_gets_its_own_key_and_no_message_has_it(serve: Serve, run: Run, ids: Path) -> None:

@@ -111,10 +111,10 @@ def test_copies_have_one_defect_each(converted: dict[Variant, Path], tmp_path: P
 def test_a_defect_that_no_engine_names_is_a_problem(converted: dict[Variant, Path], tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / K3_W4A4.name).symlink_to(converted[K3_W4A4])
-    said: list[str] = []
-    problems = check_defects(list(ENGINES.values()), tmp_path, tmp_path / "request.json", said.append)
+    lines: list[str] = []
+    problems = check_defects(list(ENGINES.values()), tmp_path, tmp_path / "request.json", lines.append)
     assert [problem.split(",")[0] for problem in problems] == [name for name, _ in FOUND_BY]
-    assert all("the client stopped" in line for line in said)  # a crash is not a finding
+    assert all("the client stopped" in line for line in lines)  # a crash is not a finding
 
 
 def test_tolerances_follow_from_what_is_rounded() -> None:
@@ -152,8 +152,8 @@ def test_a_failed_check_and_a_crash_fail_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_fp8_layers_are_asked_about_with_the_configs_that_are_written(tmp_path: Path) -> None:
-    found = configs(tmp_path)
-    assert found["k2"]["format"] == "mixed-precision"
-    layers = found["k3"]["quantized_layers"]
+    documents = configs(tmp_path)
+    assert documents["k2"]["format"] == "mixed-precision"
+    layers = documents["k3"]["quantized_layers"]
     assert layers["model.layers.3.self_attn.fused_qkv_a_proj_with_mqa"] == {"quant_algo": "FP8_PB_WO"}
     assert layers["model.layers.1.mlp.experts"]["quant_algo"] == "NVFP4"

@@ -105,13 +105,13 @@ def test_gptq_and_peers_see_the_same_windows(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_figures_on_the_whole_text_are_those_of_an_independent_converter(tmp_path: Path) -> None:
     rows = chosen_rows(["max", "mse", "INT4"], with_peers=False)
-    found = evaluate_calibrated(make_subject("tiny", tmp_path), tmp_path, rows=rows)
-    assert found.perplexity == pytest.approx(19.21, abs=5e-3)
+    evaluation = evaluate_calibrated(make_subject("tiny", tmp_path), tmp_path, rows=rows)
+    assert evaluation.perplexity == pytest.approx(19.21, abs=5e-3)
     for rule, kl, top1 in (("max", 0.00249, 0.964), ("mse", 0.00156, 0.975)):
-        assert found.scores[rule, W4A16].divergence.mean == pytest.approx(kl, abs=5e-6)
-        assert found.scores[rule, W4A16].top1_agreement == pytest.approx(top1, abs=5e-4)
-    assert found.scores["INT4", W4A4].divergence.mean == pytest.approx(0.00286, abs=5e-5)
-    table = calibrated_markdown(found).splitlines()
+        assert evaluation.scores[rule, W4A16].divergence.mean == pytest.approx(kl, abs=5e-6)
+        assert evaluation.scores[rule, W4A16].top1_agreement == pytest.approx(top1, abs=5e-4)
+    assert evaluation.scores["INT4", W4A4].divergence.mean == pytest.approx(0.00286, abs=5e-5)
+    table = calibrated_markdown(evaluation).splitlines()
     assert [line.split("|")[1].strip() for line in table[4:]] == ["max", "mse", "INT4"]
     assert table[-1].startswith("| INT4 |  |  |  |  | 0.0")
 
@@ -119,8 +119,8 @@ def test_figures_on_the_whole_text_are_those_of_an_independent_converter(tmp_pat
 @pytest.mark.slow
 def test_rows_of_the_tiny_checkpoint_lose_less_the_more_a_rule_knows(tmp_path: Path) -> None:
     rows = chosen_rows(None, with_peers=False)
-    found = evaluate_calibrated(make_subject("tiny", tmp_path), tmp_path, rows=rows)
-    share = {row: found.share(*row) for row in found.scores}
+    evaluation = evaluate_calibrated(make_subject("tiny", tmp_path), tmp_path, rows=rows)
+    share = {row: evaluation.share(*row) for row in evaluation.scores}
     assert share["gptq", W4A16] < 0.70
     assert share["max", W4A16] > 1.3
     more = {row: share.pop(row) for row in list(share) if row[0].endswith(MLP)}  # they convert more weights
@@ -147,5 +147,5 @@ def test_peers_quantize_only_the_routed_experts_of_the_same_weights(name: str, t
             blocks = weight.unflatten(-1, (-1, 16)).flatten(0, 1)
             assert max(len(torch.unique(block.abs())) for block in blocks[:64]) <= 8  # FP4 has eight magnitudes
     exact = [p.weight.decode().flatten() for m in (source[n] for n in weights) for p in (m.gate, m.up, m.down)]
-    found = [weight.flatten() for three in weights.values() for weight in three]
-    assert 14 < sqnr_db(torch.cat(exact), torch.cat(found)) < 22.62
+    quantized = [weight.flatten() for three in weights.values() for weight in three]
+    assert 14 < sqnr_db(torch.cat(exact), torch.cat(quantized)) < 22.62

@@ -97,13 +97,13 @@ def test_split_scatters_partners_and_changes_no_tensor(split: Path, whole: Tenso
     assert scattered.keys() == whole.keys()
     assert all(same(scattered[name], whole[name]) for name in whole)
     where = json.loads((split / "model.safetensors.index.json").read_text())["weight_map"]
-    for one, other in (
+    for name, other in (
         (f"{experts(1, 0, 'gate')}.weight_packed", f"{experts(1, 0, 'up')}.weight_packed"),
         (f"{experts(2, 1, 'gate')}.weight_packed", f"{experts(2, 1, 'gate')}.weight_scale"),
         (f"{experts(3, 3, 'up')}.weight_packed", f"{experts(3, 3, 'up')}.weight_shape"),
         (f"{experts(1, 5, 'down')}.weight_packed", f"{experts(1, 4, 'down')}.weight_packed"),
     ):
-        assert where[one] != where[other]
+        assert where[name] != where[other]
 
 
 def test_i64_changes_only_the_dtype_of_shapes(i64: Path, whole: Tensors) -> None:
@@ -123,8 +123,8 @@ def test_k2_shaped_values_look_like_quantization_aware_training(k2_shaped: Path)
             assert (codes.unflatten(1, (-1, 32)).abs().amax(2) == 7).all()
             scales = tensors[f"{module}.weight_scale"].float()
             assert ((scales > 1e-4) & (scales < 1)).all()
-    one, other = (tensors[f"{experts(1, expert, 'up')}.weight_packed"] for expert in (0, 1))
-    assert not torch.equal(one, other)
+    first, second = (tensors[f"{experts(1, expert, 'up')}.weight_packed"] for expert in (0, 1))
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.slow
@@ -152,9 +152,9 @@ def test_layers_of_kimi_k3_are_made_and_measured(
     monkeypatch.setattr("sys.argv", ["k3_layers", str(tmp_path / "work")])
     fixtures.make_k3_shaped(tmp_path / "work" / "k3-shaped")
     k3_layers.main()
-    found = find_evaluation(tmp_path / "work" / "evaluation.json")
-    assert found is not None
-    assert found.rows[0].figures.divergence.maximum == 0
+    evaluation = find_evaluation(tmp_path / "work" / "evaluation.json")
+    assert evaluation is not None
+    assert evaluation.rows[0].figures.divergence.maximum == 0
     names = [f"{layer}, {model}" for layer in k3_layers.LAYERS for model in ("reference", "model")]
     rows = capsys.readouterr().out.splitlines()[-8:]
     assert [row.split("|")[1].strip() for row in rows] == [*names, "output matrix of both models", "all"]

@@ -106,10 +106,10 @@ def test_the_example_line_is_rendered_with_its_tool_call(folder: Path) -> None:
         ("tool", "12 degrees"),
         ("assistant", "12 degrees."),
     ]
-    said = "".join(f"<|im_{role}|>{role}<|im_middle|>{content}<|im_end|>\n" for role, content in parts)
+    turns = "".join(f"<|im_{role}|>{role}<|im_middle|>{content}<|im_end|>\n" for role, content in parts)
     expected = (
         f"<|endoftext|><|im_system|>tool_declare<|im_middle|>{tools}<|im_end|><|im_system|>system<|im_middle|>"
-        f"You are <Kimi> & friends.<|im_end|>{said}"
+        f"You are <Kimi> & friends.<|im_end|>{turns}"
     )
     template = ChatTemplate(folder)
     text = template.render(line["messages"], line["tools"])

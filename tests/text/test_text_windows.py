@@ -50,15 +50,15 @@ def npy(shape: str) -> bytes:
 
 def test_windows_are_pieces_of_the_librarys_tokens(tiny: Path) -> None:
     path = tiny / "calibration.txt"
-    found = read_windows([path], tokenizer=tiny, vocab_size=2048, tokens=16 * 256, window=256, seed=3)
+    windows = read_windows([path], tokenizer=tiny, vocab_size=2048, tokens=16 * 256, window=256, seed=3)
     ids = Tokenizer.from_file(str(tiny / "tokenizer.json")).encode(path.read_text()).ids
-    windows = np.array(ids[: len(ids) // 256 * 256]).reshape(-1, 256)
-    places = [int(np.flatnonzero((windows == window).all(axis=1))[0]) for window in found.ids]
-    assert found.ids.shape == (16, 256)
-    assert found.ids.dtype == np.int64
-    assert places == sorted(set(places)), "no window twice"
-    assert found.texts == (("calibration.txt", blake3(path.read_bytes()).hexdigest()),)
-    assert found.notes == ()
+    pieces = np.array(ids[: len(ids) // 256 * 256]).reshape(-1, 256)
+    positions = [int(np.flatnonzero((pieces == window).all(axis=1))[0]) for window in windows.ids]
+    assert windows.ids.shape == (16, 256)
+    assert windows.ids.dtype == np.int64
+    assert positions == sorted(set(positions)), "no window twice"
+    assert windows.texts == (("calibration.txt", blake3(path.read_bytes()).hexdigest()),)
+    assert windows.notes == ()
 
 
 def test_the_seed_decides_which_windows(tmp_path: Path, folder: Path) -> None:
@@ -79,24 +79,24 @@ def test_several_files_follow_each_other(tmp_path: Path, folder: Path) -> None:
     ]
     content = "\r\n\n".join(map(json.dumps, lines))
     (tmp_path / "b.JSONL").write_text(content)
-    found = read(tmp_path / "a.txt", tmp_path / "b.JSONL", folder=folder, tokens=100, window=100)
-    assert found.ids.tolist() == [[*"Grüße".encode(), *b"x\n", 256 + 3, 256 + 2, 256 + 2]]
-    assert [name for name, _ in found.texts] == ["a.txt", "b.JSONL"]
+    windows = read(tmp_path / "a.txt", tmp_path / "b.JSONL", folder=folder, tokens=100, window=100)
+    assert windows.ids.tolist() == [[*"Grüße".encode(), *b"x\n", 256 + 3, 256 + 2, 256 + 2]]
+    assert [name for name, _ in windows.texts] == ["a.txt", "b.JSONL"]
 
 
 @pytest.mark.parametrize(("length", "shape"), [(7, (1, 7)), (8, (1, 8)), (23, (2, 8)), (1, (1, 1))])
 def test_a_short_text_gives_what_it_has(length: int, shape: tuple[int, int], tmp_path: Path, folder: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * length)
-    found = read(tmp_path / "a.txt", folder=folder)
-    assert found.ids.shape == shape
-    assert len(found.notes) == 1
-    assert "64 are wanted" in found.notes[0]
+    windows = read(tmp_path / "a.txt", folder=folder)
+    assert windows.ids.shape == shape
+    assert len(windows.notes) == 1
+    assert "64 are wanted" in windows.notes[0]
 
 
 def test_fewer_tokens_than_a_window_are_one_window(tmp_path: Path, folder: Path) -> None:
-    found = read(numbered(tmp_path / "a.txt", 100), folder=folder, tokens=5, window=8)
-    assert found.ids.shape == (1, 5)
-    assert found.notes == ()
+    windows = read(numbered(tmp_path / "a.txt", 100), folder=folder, tokens=5, window=8)
+    assert windows.ids.shape == (1, 5)
+    assert windows.notes == ()
 
 
 def test_ids_made_elsewhere_are_read_in_both_shapes(tmp_path: Path) -> None:
@@ -104,9 +104,9 @@ def test_ids_made_elsewhere_are_read_in_both_shapes(tmp_path: Path) -> None:
     np.save(tmp_path / "flat.npy", ids.astype(np.uint16))
     np.save(tmp_path / "windows.npy", ids.reshape(3, 8))
     for name in ("flat.npy", "windows.npy"):
-        found = read(tmp_path / name)
-        assert found.ids.tolist() == ids.reshape(3, 8).tolist()
-        assert found.texts[0][0] == name
+        windows = read(tmp_path / name)
+        assert windows.ids.tolist() == ids.reshape(3, 8).tolist()
+        assert windows.texts[0][0] == name
 
 
 def test_a_large_text_is_read_in_sections_that_lose_nothing(
@@ -120,8 +120,8 @@ def test_a_large_text_is_read_in_sections_that_lose_nothing(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     np.save(tmp_path / "a.npy", np.arange(5000) % BYTES)
     for name, expected in (("a.txt", plain.encode()), ("a.jsonl", "".join(lines).encode())):
-        found = read(tmp_path / name, folder=folder, tokens=len(expected), window=len(expected))
-        assert bytes(found.ids[0].astype(np.uint8)) == expected
+        windows = read(tmp_path / name, folder=folder, tokens=len(expected), window=len(expected))
+        assert bytes(windows.ids[0].astype(np.uint8)) == expected
     assert read(tmp_path / "a.npy", tokens=5000, window=5000).ids.tolist() == [(np.arange(5000) % BYTES).tolist()]
     few = read(tmp_path / "a.txt", folder=folder, tokens=30, window=10)
     assert few.ids.shape == (3, 10)
@@ -221,22 +221,28 @@ def test_the_command_for_a_form_that_is_not_read_makes_one_that_is(name: str, tm
     before = set(tmp_path.iterdir())
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(command.replace("python3", sys.executable), shell=True, check=True, env=environment)
-    [made] = set(tmp_path.iterdir()) - before
-    ids = read(made, folder=folder, window=26).ids
+    [converted] = set(tmp_path.iterdir()) - before
+    ids = read(converted, folder=folder, window=26).ids
     assert bytes(ids[0].astype(np.uint8)).decode() == "".join(TEXTS)
 
 
 def test_lines_with_null_are_skipped_and_counted_and_images_are_noted(tmp_path: Path, folder: Path) -> None:
-    said = [{"role": "user", "content": "hi"}]
-    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}]}]
-    lines = [{"text": "abc"}, {"text": None}, {"messages": None, "id": 1}, {"conversations": said}, {"messages": seen}]
-    lines.append({"messages": said, "image": "x.png"})
+    messages = [{"role": "user", "content": "hi"}]
+    image_messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}]}]
+    lines = [
+        {"text": "abc"},
+        {"text": None},
+        {"messages": None, "id": 1},
+        {"conversations": messages},
+        {"messages": image_messages},
+    ]
+    lines.append({"messages": messages, "image": "x.png"})
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    found = read(path, folder=folder, tokens=1000, window=1000)
-    assert found.ids[0].tolist()[:3] == list(b"abc")
-    assert found.ids[0][3] >= 256, "the special token that begins a message"
-    assert found.notes[:-1] == (
+    windows = read(path, folder=folder, tokens=1000, window=1000)
+    assert windows.ids[0].tolist()[:3] == list(b"abc")
+    assert windows.ids[0][3] >= 256, "the special token that begins a message"
+    assert windows.notes[:-1] == (
         "2 lines with null in place of a text: skipped",
         "2 lines with images or other media: their text is read, and only placeholders of the media",
     )

@@ -17,8 +17,8 @@ CONFIG = Path(__file__).resolve().parents[1] / "data" / "published-configs" / "n
 
 
 def with_counts(source: Path, **counts: int) -> Checkpoint:
-    found = open_checkpoint(source)
-    return replace(found, config_text=json.dumps(found.parse_config() | counts))
+    checkpoint = open_checkpoint(source)
+    return replace(checkpoint, config_text=json.dumps(checkpoint.parse_config() | counts))
 
 
 def test_the_default_fits_an_expert_to_twice_its_inputs_and_fills_windows(tiny: Path) -> None:
@@ -64,12 +64,12 @@ def test_the_default_is_said_before_the_start_and_a_short_text_is_no_error(
     reason = f"default: 139,264 tokens, or 131,072 per expert if spread evenly; {needs}"
     assert f"{reason}\n" in dry.stdout
     assert "; 139,264 are wanted" in dry.stderr
-    found = json.loads(run_here(*words, "--dry-run", "--json").stdout)["calibration"]
-    assert found["tokens"] < found["tokens_asked"] == 139_264
-    assert found["tokens_reason"].startswith(reason)
+    calibration = json.loads(run_here(*words, "--dry-run", "--json").stdout)["calibration"]
+    assert calibration["tokens"] < calibration["tokens_asked"] == 139_264
+    assert calibration["tokens_reason"].startswith(reason)
     words = (*words, "--set", "calibration={tokens: 128, window: 64}")
-    asked = run_here(*words, "--dry-run")
-    assert "default: " not in asked.stdout
+    explicit = run_here(*words, "--dry-run")
+    assert "default: " not in explicit.stdout
     done = run_here(*words, code=0)
     fitted = 64  # one of two windows is kept out
     line = f"the median expert of layer 1 saw {fitted} tokens, the fewest of all layers"

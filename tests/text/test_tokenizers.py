@@ -48,8 +48,7 @@ def test_a_text_is_cut_as_kimi_cuts_it(text: str, tmp_path: Path) -> None:
     pairs = [left + right for left, right in itertools.pairwise(pieces)]
     tokens = list(dict.fromkeys(t.encode() for t in [*pieces, *pairs] if len(t.encode()) > 1))
     names = [bytes([i]) for i in range(256)] + tokens
-    found = [names[i].decode() for i in encode(write_kimi_files(tmp_path, tokens), text)]
-    assert found == pieces
+    assert [names[i].decode() for i in encode(write_kimi_files(tmp_path, tokens), text)] == pieces
 
 
 @pytest.fixture(scope="module")

@@ -74,34 +74,34 @@ def check_result(
     *,
     errors: Mapping[str, WeightMetrics] | None = None,
     totals: Mapping[str, Figures] | None = None,
-    doubts: Mapping[str, str] | None = None,
+    warnings: Mapping[str, str] | None = None,
 ) -> ContractReport:
     """Check all nineteen rules on a folder that was opened and scanned.
 
     `errors` maps modules to their measured errors, for rule 18. The rule is skipped if they are None. `totals` are the
-    measured figures by role, for rule 19; None if not every converted weight was measured. `doubts` are what makes the
-    codes of source weights doubtful, by module.
+    measured figures by role, for rule 19; None if not every converted weight was measured. `warnings` say by module
+    what is suspicious about the codes of a source weight.
     """
-    found = [
+    rules = [
         Findings(number).skip(result.incomplete) if result.incomplete else check(result)
         for number, check in _NEED_ALL_SHARDS
     ]
-    found += [check(result) for check in _FROM_CONFIGS]
-    list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in found)
-    found.append(check_hf_quant_config(result, compare_lists=list_is_good))
-    found.append(check_kv_cache(result, scan.kv_scales))
+    rules += [check(result) for check in _FROM_CONFIGS]
+    list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in rules)
+    rules.append(check_hf_quant_config(result, compare_lists=list_is_good))
+    rules.append(check_kv_cache(result, scan.kv_scales))
     on_data = [*check_block_scales(result, scan), check_scalars(result, scan), check_copies(result, scan, errors or {})]
     if result.incomplete:
         for findings in on_data:
             findings.skip(result.incomplete)
-    on_data += [check_errors(result, scan, errors, doubts or {}), check_ledger(result, scan, totals)]
-    found += on_data
+    on_data += [check_errors(result, scan, errors, warnings or {}), check_ledger(result, scan, totals)]
+    rules += on_data
     return ContractReport(
         folder=str(result.folder),
         layout=result.names.name,
         activations="w4a4" if result.has_input_scale else "w4a16",
         family=result.family.name,
-        rules=tuple(f.result() for f in sorted(found, key=lambda f: f.number)),
+        rules=tuple(f.result() for f in sorted(rules, key=lambda f: f.number)),
     )
 
 
@@ -111,12 +111,12 @@ def check_block_scales(result: Result, scan: ScanResult) -> list[Findings]:
     subnormal = Findings(5)
     for name, count in scan.invalid_scales.items():
         module, _, parameter = name.rpartition(".")
-        what = "block scales are NaN or negative"
+        problem = "block scales are NaN or negative"
         if module in result.modules and result.modules[module].is_fp8:
-            what = "scales are not positive numbers, far too large, or not the powers of two of blocks"
+            problem = "scales are not positive numbers, far too large, or not the powers of two of blocks"
             if parameter == WEIGHT:
-                what = "codes are NaN, or rows or blocks use less than half of their range"
-        wrong.error(name, f"{count:,} {what}", count=count)
+                problem = "codes are NaN, or rows or blocks use less than half of their range"
+        wrong.error(name, f"{count:,} {problem}", count=count)
     for name, count in scan.zero_blocks_with_codes.items():
         wrong.error(name, f"{count:,} blocks have scale zero but non-zero codes", count=count)
     for name, count in scan.subnormal_scales.items():
@@ -130,7 +130,7 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
     Input scales must be those of the ledger's recipe. Without a recipe, input scales that vary within a layer are a
     warning: most kernels use the layer's maximum for all.
     """
-    found = Findings(6)
+    findings = Findings(6)
     partners: dict[tuple[str, str], tuple[str, bytes]] = {}  # what waits for the other of gate and up
     by_layer: dict[str, dict[bytes, str]] = defaultdict(dict)
     for name, data in scan.scalars.items():
@@ -143,9 +143,9 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
             scales = result.recipe.input_scale
             wanted = result.names.encode_scalar(scales.down if module.parts.projection == "down" else scales.gate_up)
         if not math.isfinite(value) or value <= 0:
-            found.error(name, f"{value!r}, expected finite and positive")
+            findings.error(name, f"{value!r}, expected finite and positive")
         elif wanted is not None and raw != wanted:
-            found.error(name, f"{value!r}, but the recipe's input scale is {struct.unpack('<f', wanted)[0]!r}")
+            findings.error(name, f"{value!r}, but the recipe's input scale is {struct.unpack('<f', wanted)[0]!r}")
         if wanted is not None:
             continue  # a scale that is the recipe's is shared
         key = (module.parts.sharing_key, parameter)
@@ -153,7 +153,7 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
             if module.parts.projection in ("gate", "up"):
                 partners[key] = name, raw
         elif partner[1] != raw:
-            found.error(partner[0], f"gate and up differ: {struct.unpack('<f', partner[1])[0]!r} and {value!r}")
+            findings.error(partner[0], f"gate and up differ: {struct.unpack('<f', partner[1])[0]!r} and {value!r}")
         if parameter == result.names.input_scale and module.parts.role is Role.EXPERTS:
             kind = "gate and up"
             if module.parts.projection == "down":
@@ -163,11 +163,11 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
         partner = str(result.family.fp8_partner(name))
         if name < partner and (not row or scan.shared_rows.get(partner) != row):
             problem = "has other scales in a column of blocks: vLLM 0.33.0 gives rows of g_proj those of a neighbor"
-            result.habit(found)(partner, problem)
+            result.habit(findings)(partner, problem)
     for where, values in by_layer.items():
-        if len(values) > 1 and not found.errors:
-            found.warn(where, f"{len(values)} different input scales, but kernels use one per layer")
-    return found
+        if len(values) > 1 and not findings.errors:
+            findings.warn(where, f"{len(values)} different input scales, but kernels use one per layer")
+    return findings
 
 
 def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, WeightMetrics]) -> Findings:
@@ -177,22 +177,24 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, WeightMe
 
     Smoothing, if the ledger states it, multiplies columns by powers of two. Every other change is an error.
     """
-    found = Findings(7)
+    findings = Findings(7)
     if result.is_smoothed:
-        found.title = "every other tensor is the source's, byte for byte or scaled exactly by the norm's powers of two"
+        findings.title = (
+            "every other tensor is the source's, byte for byte or scaled exactly by the norm's powers of two"
+        )
     for name in sorted(scan.not_finite):
-        found.error(name, "has NaN or infinite values")
+        findings.error(name, "has NaN or infinite values")
     for name in sorted(scan.all_zero - result.modules.keys()):
-        found.warn(name, ALL_ZERO)
+        findings.warn(name, ALL_ZERO)
     if result.source is None:
-        return found.skip(result.no_source)
+        return findings.skip(result.no_source)
     compared = 0
-    habit = result.habit(found)
+    habit = result.habit(findings)
     if 2 * len(scan.different) > len(scan.compared):
         problem = f"{len(scan.different):,} of {len(scan.compared):,} copied tensors differ: the result was converted "
-        found.error(str(result.source.folder), f"{problem}from another source, or the source has changed", count=0)
+        findings.error(str(result.source.folder), f"{problem}from another source, or the source has changed", count=0)
     for offender in result.scaling.problems.values():
-        found.error(offender.name, offender.problem)
+        findings.error(offender.name, offender.problem)
     reported = {offender.name for offender in result.scaling.problems.values()}
     for name, tensor in result.tensors.items():
         before = result.source.tensors.get(name)
@@ -207,48 +209,48 @@ def check_copies(result: Result, scan: ScanResult, errors: Mapping[str, WeightMe
             if name not in scan.different:
                 habit(name, f"{problem}: engines convert it while loading")
             elif name not in scan.not_finite:
-                found.error(name, f"{problem}: {scan.different[name]:,} numbers are not the source's, rounded")
+                findings.error(name, f"{problem}: {scan.different[name]:,} numbers are not the source's, rounded")
         elif (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
-            found.error(name, problem)
+            findings.error(name, problem)
         elif name in scan.different:
-            found.error(name, f"{scan.different[name]:,} of {tensor.num_bytes:,} bytes differ")
+            findings.error(name, f"{scan.different[name]:,} of {tensor.num_bytes:,} bytes differ")
         elif name in scan.misscaled:
-            found.error(name, scan.misscaled[name])
+            findings.error(name, scan.misscaled[name])
         elif name not in scan.compared:
-            found.error(name, "was not compared")
+            findings.error(name, "was not compared")
     cast = {module: error.changed_codes for module, error in errors.items() if error.changed_codes is not None}
     for module, changed in cast.items():
         if changed:
             weight = result.modules[module].parameters[result.names.weight]
             problem = f"{changed:,} of {weight.num_bytes:,} bytes of codes are not the source's"
-            found.error(f"{module}.{result.names.weight}", problem)
-    found.note = f"{compared:,} tensors compared"
+            findings.error(f"{module}.{result.names.weight}", problem)
+    findings.note = f"{compared:,} tensors compared"
     if scan.scaled:
-        found.note += f", {len(scan.scaled):,} of them scaled"
+        findings.note += f", {len(scan.scaled):,} of them scaled"
     if cast:
-        found.note += f", and the codes of {len(cast):,} that were cast"
-    return found
+        findings.note += f", and the codes of {len(cast):,} that were cast"
+    return findings
 
 
 def check_errors(
-    result: Result, scan: ScanResult, errors: Mapping[str, WeightMetrics] | None, doubts: Mapping[str, str]
+    result: Result, scan: ScanResult, errors: Mapping[str, WeightMetrics] | None, warnings: Mapping[str, str]
 ) -> Findings:
     """Rule 18: every converted tensor was measured, and its SQNR is at least the recipe's budget.
 
     Damage to a source lowers no SQNR, so weights that are zero and codes that no training writes are warnings.
     """
-    found = Findings(18)
+    findings = Findings(18)
     for name in sorted(scan.all_zero & result.modules.keys()):
         module = result.modules[name]
         if module.is_fp8 or module.parts.role in CONVERTIBLE_ROLES:  # rule 1 reports any other
-            found.warn(name, ALL_ZERO)
-    for name, doubt in doubts.items():
-        found.warn(name, doubt)
+            findings.warn(name, ALL_ZERO)
+    for name, warning in warnings.items():
+        findings.warn(name, warning)
     if errors is None:
-        return found.skip(result.no_source or NO_SOURCE)
+        return findings.skip(result.no_source or NO_SOURCE)
     converted = [*result.converted, *result.fp8]
     if not errors and not converted:
-        return found.skip("no weight is converted")
+        return findings.skip("no weight is converted")
     budget = result.budget.tensor_sqnr_db
     worst = dict[str, tuple[float, float]]()  # by form: the least SQNR, and its budget
     for module in converted:
@@ -257,7 +259,7 @@ def check_errors(
             # Rule 1 or 3 reports a projection that cannot be decoded, rule 1 or 9 one that the source does not have.
             expected = FP8_PARAMETERS if module.is_fp8 else result.expected_parameters
             if set(expected) <= set(module.parameters) and result.is_in_source(module):
-                found.error(module.name, "not measured")
+                findings.error(module.name, "not measured")
             continue
         if measured.is_zero:
             continue
@@ -266,14 +268,14 @@ def check_errors(
         if module.is_fp8:
             form, least = "FP8", OTHERS_FP8_SQNR_DB if module.other_form else FP8_SQNR_DB
         if not sqnr >= least:
-            found.error(module.name, f"SQNR {sqnr:.2f} dB is below the budget of {least:.2f} dB")
+            findings.error(module.name, f"SQNR {sqnr:.2f} dB is below the budget of {least:.2f} dB")
         worst[form] = min(worst.get(form, (sqnr, least)), (sqnr, least))
-    found.note = ", ".join(
+    findings.note = ", ".join(
         f"worst {form} {sqnr:.2f} dB, budget {least:.2f} dB"
         for form, (sqnr, least) in sorted(worst.items(), reverse=True)
         if math.isfinite(sqnr)
     )
-    return found
+    return findings
 
 
 def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures] | None) -> Findings:
@@ -282,13 +284,13 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
 
     `totals` are the measured figures by role; None if they are not known.
     """
-    found = Findings(19)
+    findings = Findings(19)
     digests = scan.digests
     ledger = result.ledger
     if result.is_foreign:
-        return found.skip(f"no {LEDGER_NAME}: another tool made this checkpoint")
+        return findings.skip(f"no {LEDGER_NAME}: another tool made this checkpoint")
     if ledger is None:
-        return found.error(LEDGER_NAME, result.ledger_problem)
+        return findings.error(LEDGER_NAME, result.ledger_problem)
     evaluation = result.folder / EVALUATION_NAME
     if is_there(evaluation):
         from k2convert.records.evaluation import fresh_evaluation  # most results have none
@@ -296,30 +298,30 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
         try:
             fresh_evaluation(result.folder, weights=ledger.weights)
         except CheckpointError as error:
-            found.error(EVALUATION_NAME, str(error).removeprefix(f"{evaluation}: ").removesuffix("."))
+            findings.error(EVALUATION_NAME, str(error).removeprefix(f"{evaluation}: ").removesuffix("."))
     for shard, digest in digests.items():
         stated = ledger.shards.get(shard)
         header = result.headers.get(shard)
         size = scan.unreadable_bytes[shard] if header is None else header.file_bytes
         if stated is None:
-            found.error(shortened(shard), "not in the ledger")
+            findings.error(shortened(shard), "not in the ledger")
         elif stated.num_bytes != size:
-            found.error(shard, f"{size:,} bytes, but the ledger says {stated.num_bytes:,}")
+            findings.error(shard, f"{size:,} bytes, but the ledger says {stated.num_bytes:,}")
         elif stated.blake3 != digest:
-            found.error(shard, "its blake3 is not the ledger's: the file was changed after it was written")
+            findings.error(shard, "its blake3 is not the ledger's: the file was changed after it was written")
     missing = sorted(set(ledger.shards) - set(digests) - set(result.unreadable))
     for shard in missing:
-        found.error(shortened(shard), "in the ledger, but missing")
+        findings.error(shortened(shard), "in the ledger, but missing")
     if result.source is not None and ledger.source.headers and ledger.pruning is None:
         headers = {shard: header.digest for shard, header in result.source.headers.items()}
         if headers != ledger.source.headers:
-            found.warn(LEDGER_NAME, "states different source headers than --source has")
+            findings.warn(LEDGER_NAME, "states different source headers than --source has")
     if totals is None or missing or result.unreadable:
-        found.note = "totals were not compared: not every converted weight was measured"
+        findings.note = "totals were not compared: not every converted weight was measured"
     else:
-        for place, problem in differing_totals(ledger.totals, totals):
-            found.error(f"{LEDGER_NAME}: {place}", problem)
-    return found
+        for field, problem in differing_totals(ledger.totals, totals):
+            findings.error(f"{LEDGER_NAME}: {field}", problem)
+    return findings
 
 
 def measured_figures(totals: Mapping[str, MetricsSum], *, has_exact_scales: bool) -> Mapping[str, Figures]:
@@ -332,7 +334,7 @@ def measured_figures(totals: Mapping[str, MetricsSum], *, has_exact_scales: bool
 
 
 def differing_totals(stated: Mapping[str, WeightMetrics], measured: Mapping[str, Figures]) -> Iterator[tuple[str, str]]:
-    """Yield (place, problem) for every figure of a ledger that is not the measured one, with both numbers."""
+    """Yield (field, problem) for every figure of a ledger that is not the measured one, with both numbers."""
     for role in stated.keys() - measured.keys():
         yield f"totals.{role}", "stated, but no such weight was measured"
     for role, figures in measured.items():
@@ -345,14 +347,14 @@ def differing_totals(stated: Mapping[str, WeightMetrics], measured: Mapping[str,
                 yield from _differences(f"totals.{role}.{key}", document.get(key), value)
 
 
-def _differences(place: str, stated: Any, measured: Any) -> Iterator[tuple[str, str]]:
+def _differences(field: str, stated: Any, measured: Any) -> Iterator[tuple[str, str]]:
     if isinstance(stated, dict) and isinstance(measured, dict):
         left = cast(dict[str, int], stated)
         right = cast(dict[str, int], measured)
         for key in sorted(left.keys() | right.keys()):
-            yield from _differences(f"{place}.{key}", left.get(key, 0), right.get(key, 0))
+            yield from _differences(f"{field}.{key}", left.get(key, 0), right.get(key, 0))
     elif not _is_same_figure(cast("float | None", stated), cast("float | None", measured)):
-        yield place, f"{stated!r}, but {measured!r} was measured"
+        yield field, f"{stated!r}, but {measured!r} was measured"
 
 
 def is_same_error(measured: WeightMetrics, recorded: WeightMetrics) -> bool:

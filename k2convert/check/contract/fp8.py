@@ -30,20 +30,20 @@ _SPLIT: Final = {"q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
 """The dimension by which tensor parallelism cuts linear layers of attention that engines do not pad."""
 
 
-def check_fp8_names(result: Result, module: Module, found: Findings) -> None:
+def check_fp8_names(result: Result, module: Module, findings: Findings) -> None:
     """An FP8 layer of ours has a weight and scales, and is one that the recipe names."""
     weight = module.parameters.get(WEIGHT)
     recipe = result.recipe
     if recipe is None or not result.family.takes_fp8(module.parts, recipe.fp8):
-        found.error(module.name, "is FP8, but the recipe leaves it in BF16")
+        findings.error(module.name, "is FP8, but the recipe leaves it in BF16")
     elif weight is not None and weight.dtype in ("BF16", "F16", "F32") and WEIGHT_SCALE not in module.parameters:
-        found.error(module.name, f"is {weight.dtype}, but the recipe's fp8 names {module.parts.role}")
+        findings.error(module.name, f"is {weight.dtype}, but the recipe's fp8 names {module.parts.role}")
     else:
         for parameter in FP8_PARAMETERS:
             if parameter not in module.parameters:
-                found.error(f"{module.name}.{parameter}", "missing")
+                findings.error(f"{module.name}.{parameter}", "missing")
         if not result.is_in_source(module):
-            found.error(module.name, "a new module, not in the source")
+            findings.error(module.name, "a new module, not in the source")
 
 
 def loads_everywhere(result: Result, module: Module) -> bool:

@@ -311,18 +311,18 @@ class Engine:
 
 def check_exclude_list(result: Result) -> Findings:
     """Rule 14: vLLM, SGLang and TensorRT-LLM exclude every BF16 linear layer and no converted one."""
-    found = Findings(14)
+    findings = Findings(14)
     if not isinstance((result.config or {}).get(QUANTIZATION_KEYS[0]), dict):
-        return found.skip("no quantization_config, see rule 11")
+        return findings.skip("no quantization_config, see rule 11")
     if result.is_quark:
-        return found.skip(QUARK)
+        return findings.skip(QUARK)
     listed = result.declared.get("ignore", result.declared.get("exclude_modules"))
     entries = [e for e in cast(list[Any], listed) if isinstance(e, str)] if isinstance(listed, list) else []
     is_modelopt = result.names.library == "modelopt"
     if is_modelopt:
         for entry in entries:
             if entry.startswith(REGEX_MARK):
-                result.habit(found)(entry, "regular expressions match nothing in this layout")
+                result.habit(findings)(entry, "regular expressions match nothing in this layout")
     linears = [module for module in result.modules.values() if _is_linear(module)]
     others = [] if names_other_forms(result) else result.other_experts  # which else are as the config says
     names: list[str] = []
@@ -333,23 +333,23 @@ def check_exclude_list(result: Result) -> Findings:
         if result.selects and (is_modelopt or engine.name != "SGLang"):  # which refuses what has no entry and no target
             modules = {module: is_converted for module, is_converted in modules.items() if is_converted}
         problems[engine.name] = list(_engine_problems(engine, modules))
-        kept = dict.fromkeys(engine_modules(others, engine), False)
-        problems[engine.name] += _engine_problems(engine, kept, "not NVFP4")
+        other_modules = dict.fromkeys(engine_modules(others, engine), False)
+        problems[engine.name] += _engine_problems(engine, other_modules, "not NVFP4")
     is_loaded = result.is_foreign and not all(problems.values())  # another tool may have made it for one engine
     for name, problem in chain.from_iterable(problems.values()):
-        (found.warn if is_loaded else found.error)(name, problem)
+        (findings.warn if is_loaded else findings.error)(name, problem)
     if result.selects and not is_modelopt:
         named = nvfp4_targets(result)
         for module in linears:
             if module.is_converted and not vllm_ignores(module.name, named):
-                found.error(module.name, "is NVFP4, but no target of a group of 4 bits names it")
+                findings.error(module.name, "is NVFP4, but no target of a group of 4 bits names it")
     for module in result.modules.values():
         weight = module.parameters.get(WEIGHT)
         form = module.other_form or (weight.dtype if weight is not None and not module.is_converted else "BF16")
         if module.parts.role is Role.ROUTER and form not in CONVERTED_WHILE_LOADING:
-            found.error(module.name, f"is {form}, but no engine reads a quantized router")
-    found.note = "modules: " + ", ".join(names)
-    return found
+            findings.error(module.name, f"is {form}, but no engine reads a quantized router")
+    findings.note = "modules: " + ", ".join(names)
+    return findings
 
 
 def _engine_problems(engine: Engine, modules: _Modules, form: str = "BF16") -> Iterator[tuple[str, str]]:

@@ -56,7 +56,7 @@ class Module:
 
 def read_modules(
     parameters: Mapping[str, Mapping[str, TensorInfo]],
-    places: Mapping[str, TensorName],
+    parts_by_module: Mapping[str, TensorName],
     *,
     names: CheckpointLayout,
     family: Family,
@@ -70,40 +70,43 @@ def read_modules(
     """
     marks = {WEIGHT_PACKED, WEIGHT_SHAPE, names.block_scale, names.global_scale, names.input_scale}
     roles = {Role.EXPERTS, *(recipe.roles if recipe is not None else ())}
-    kept = _kept_experts(parameters, places) if recipe is None else set[str]()
+    kept_experts = _kept_experts(parameters, parts_by_module) if recipe is None else set[str]()
     modules: dict[str, Module] = {}
-    for name, found in parameters.items():
-        place = places[name]
-        weight = found.get(WEIGHT)
+    for name, tensors in parameters.items():
+        parts = parts_by_module[name]
+        weight = tensors.get(WEIGHT)
         if recipe is not None:
             is_fp8 = weight is not None and weight.dtype == "F8_E4M3"
-            if family.takes_fp8(place, recipe.fp8):
-                is_fp8 |= WEIGHT_SCALE in found or (weight is not None and len(weight.shape) == 2)
+            if family.takes_fp8(parts, recipe.fp8):
+                is_fp8 |= WEIGHT_SCALE in tensors or (weight is not None and len(weight.shape) == 2)
             if is_fp8:
                 own: Fp8Form = "blocks" if family.has_fp8_blocks else "rows"
-                modules[name] = Module(name, place, found, is_converted=False, fp8=own)
+                modules[name] = Module(name, parts, tensors, is_converted=False, fp8=own)
                 continue
-        is_kept = recipe is None and (place.role is not Role.EXPERTS or name in kept)
-        other_form = _other_form(found) if is_kept else ""
-        is_plain = is_kept and place.role is Role.EXPERTS
-        looks_converted = not marks.isdisjoint(found) or (weight is not None and weight.dtype == "U8")
-        is_converted = looks_converted or (not is_plain and (name in int4_modules or place.role in roles))
-        form = fp8_form(found) if other_form and place.role in _FP8_ROLES else ""
-        modules[name] = Module(name, place, found, is_converted and not other_form, other_form, form)
+        is_kept = recipe is None and (parts.role is not Role.EXPERTS or name in kept_experts)
+        other_form = _other_form(tensors) if is_kept else ""
+        is_plain = is_kept and parts.role is Role.EXPERTS
+        looks_converted = not marks.isdisjoint(tensors) or (weight is not None and weight.dtype == "U8")
+        is_converted = looks_converted or (not is_plain and (name in int4_modules or parts.role in roles))
+        form = fp8_form(tensors) if other_form and parts.role in _FP8_ROLES else ""
+        modules[name] = Module(name, parts, tensors, is_converted and not other_form, other_form, form)
     return modules
 
 
-def _kept_experts(parameters: Mapping[str, Mapping[str, TensorInfo]], places: Mapping[str, TensorName]) -> set[str]:
+def _kept_experts(
+    parameters: Mapping[str, Mapping[str, TensorInfo]], parts_by_module: Mapping[str, TensorName]
+) -> set[str]:
     """Return the experts that are in the form of most of their layer, if that is not NVFP4.
 
     An engine loads the experts of a layer in one form. Where no layer is NVFP4, all should have been.
     """
     forms: dict[int | None, dict[str, str]] = defaultdict(dict)
-    for name, found in parameters.items():
-        if places[name].role is Role.EXPERTS:
-            weight = found.get(WEIGHT)
-            is_plain = set(found) == {WEIGHT} and weight is not None and weight.dtype in CONVERTED_WHILE_LOADING
-            forms[places[name].layer][name] = weight.dtype if is_plain and weight is not None else _other_form(found)
+    for name, tensors in parameters.items():
+        parts = parts_by_module[name]
+        if parts.role is Role.EXPERTS:
+            weight = tensors.get(WEIGHT)
+            is_plain = set(tensors) == {WEIGHT} and weight is not None and weight.dtype in CONVERTED_WHILE_LOADING
+            forms[parts.layer][name] = weight.dtype if is_plain and weight is not None else _other_form(tensors)
     usual = {layer: Counter(of.values()).most_common(1)[0][0] for layer, of in forms.items()}
     if all(usual.values()):
         return set()

@@ -163,9 +163,9 @@ class Result:
             return Budget(tensor_sqnr_db=GPTQ_TENSOR_SQNR_DB)
         return self.recipe.budget
 
-    def habit(self, found: Findings) -> Callable[[str, str], object]:
+    def habit(self, findings: Findings) -> Callable[[str, str], object]:
         """Return how to report what no engine needs: an error in a result of ours, a warning in one of another tool."""
-        return found.warn if self.is_foreign else found.error
+        return findings.warn if self.is_foreign else findings.error
 
     @property
     def is_foreign(self) -> bool:
@@ -230,10 +230,10 @@ class Result:
     def is_recast(self, name: str) -> bool:
         """Return whether a copied tensor is in another dtype than the source's, which engines convert while loading."""
         before = None if self.source is None else self.source.tensors.get(name)
-        found = self.tensors.get(name)
-        if before is None or found is None or before.shape != found.shape:
+        tensor = self.tensors.get(name)
+        if before is None or tensor is None or before.shape != tensor.shape:
             return False
-        return before.dtype != found.dtype and {before.dtype, found.dtype} <= CONVERTED_WHILE_LOADING
+        return before.dtype != tensor.dtype and {before.dtype, tensor.dtype} <= CONVERTED_WHILE_LOADING
 
     @property
     def selects(self) -> bool:
@@ -292,8 +292,8 @@ def read_result(
     if ledger is None and ledger_problem != "missing":
         source = None
         no_source = "the ledger is damaged, see rule 19"
-    found = [name for header in headers.values() for name in header.tensors]
-    family = detect_family(source) if source is not None else family_of(config, found)
+    tensor_names = [name for header in headers.values() for name in header.tensors]
+    family = detect_family(source) if source is not None else family_of(config, tensor_names)
     return replace(
         _from_headers(folder, headers, family=family, source=source, recipe=recipe),
         config=config,
@@ -382,21 +382,21 @@ def _from_headers(
         if (expected := family.expected_name(name)) != name:
             renamed[name] = expected
         tensors.setdefault(renamed.get(name, name), tensor)  # K3's million names would take 116 MB again
-    places: dict[str, TensorName] = {}
+    parts_by_module: dict[str, TensorName] = {}
 
     def place_of(module: str) -> ModulePlace | None:
-        return places.get(module) or family.classify(module)
+        return parts_by_module.get(module) or family.classify(module)
 
     parameters: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, parts in TensorNames(tensors, place_of).items():
         parameters[parts.module][parts.parameter] = tensors[name]
-        places.setdefault(parts.module, parts)
+        parts_by_module.setdefault(parts.module, parts)
     source_names = TensorNames({} if source is None else source.tensors, place_of)
     int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
     found_parameters = set[str]().union(*parameters.values())
     layouts = [layout for layout in LAYOUTS.values() if layout.global_scale in found_parameters]
     names = layouts[0] if layouts else next(iter(LAYOUTS.values()))
-    modules = read_modules(parameters, places, names=names, family=family, int4_modules=int4, recipe=recipe)
+    modules = read_modules(parameters, parts_by_module, names=names, family=family, int4_modules=int4, recipe=recipe)
     if recipe is not None:
         has_input_scale = recipe.activations == "w4a4"
     else:
@@ -422,10 +422,10 @@ def _from_headers(
 def read_leniently(path: Path, read: Callable[[Path], T | None]) -> tuple[T | None, str]:
     """Return what a file holds, or None and what is wrong with it."""
     try:
-        found = read(path)
+        content = read(path)
     except CheckpointError as error:
         return None, str(error).removeprefix(f"{path}: ").removesuffix(".")
-    return found, "missing" if found is None else ""
+    return content, "missing" if content is None else ""
 
 
 def _read_headers(

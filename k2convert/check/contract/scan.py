@@ -97,27 +97,28 @@ def scan_shards(
     `around` makes the context in which a shard is read: its files are opened and closed inside it. `finished` gets the
     name and the blake3 of each shard that was read, inside it too.
     """
-    found = ScanResult()
+    scan_result = ScanResult()
     source = result.source
     with (
         ShardReader(lambda shard: result.folder / shard) as reader,
         ShardReader(lambda shard: source.path(shard) if source is not None else result.folder / shard) as source_reader,
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="scan") as ahead,
     ):
-        scan = _Scan(result, reader, source_reader, found, ahead, shard_visitor, tensor_visitor, events)
+        scan = _Scan(result, reader, source_reader, scan_result, ahead, shard_visitor, tensor_visitor, events)
         for shard, header in result.headers.items():
             with around(shard):
-                found.digests[shard] = scan.shard(header)
+                scan_result.digests[shard] = scan.shard(header)
                 reader.release()
                 source_reader.release()
                 if finished is not None:
-                    finished(shard, found.digests[shard])
+                    finished(shard, scan_result.digests[shard])
         for shard in result.unreadable:
             path = result.folder / shard
             if path.is_file():
                 with around(shard):
-                    found.digests[shard], found.unreadable_bytes[shard] = file_digest(path), path.stat().st_size
-    return found
+                    scan_result.digests[shard] = file_digest(path)
+                    scan_result.unreadable_bytes[shard] = path.stat().st_size
+    return scan_result
 
 
 def _targets(result: Result, header: ShardHeader) -> dict[str, _Target]:
@@ -155,7 +156,7 @@ class _Scan:
     result: Result
     reader: ShardReader
     source_reader: ShardReader
-    found: ScanResult
+    scan_result: ScanResult
     ahead: ThreadPoolExecutor
     shard_visitor: ShardBytes | None
     tensor_visitor: TensorBytes | None
@@ -222,15 +223,15 @@ class _Scan:
             return
         if target.module is None:
             if not is_finite(data, tensor.dtype):
-                self.found.not_finite.add(target.name)
+                self.scan_result.not_finite.add(target.name)
             if data.size and is_weight(target.name):  # its parts come in order
                 if not is_zero(data):
-                    self.found.all_zero.discard(target.name)
+                    self.scan_result.all_zero.discard(target.name)
                 elif begin == 0:
-                    self.found.all_zero.add(target.name)
+                    self.scan_result.all_zero.add(target.name)
             if data.size and target.parameter in KV_SCALES and tensor.dtype in CONVERTED_WHILE_LOADING:
                 scales = numbers_of(data, tensor.dtype)
-                self.found.kv_scales[target.name] = (float(scales.min()), float(scales.max()))
+                self.scan_result.kv_scales[target.name] = (float(scales.min()), float(scales.max()))
         if target.source is not None and target.source.dtype != tensor.dtype:
             self._compare_numbers(target, target.source, tensor, begin, data)
         elif target.source is not None:
@@ -243,26 +244,26 @@ class _Scan:
         elif target.module is not None:
             names = self.result.names
             if target.is_readable and target.parameter in (names.global_scale, names.input_scale):
-                self.found.scalars[target.name] = data.tobytes().hex()
+                self.scan_result.scalars[target.name] = data.tobytes().hex()
             is_scale = target.is_readable and target.parameter == names.block_scale and data.size
             has_zero_start = is_zero(data[:BLOCK_SIZE] & _MAGNITUDES)  # most weights are answered by it
             if target.parameter == names.weight and has_zero_start and is_zero(data & _MAGNITUDES):
-                self.found.all_zero.add(target.module.name)
+                self.scan_result.all_zero.add(target.module.name)
             if is_scale and (data.min() <= SUBNORMAL_LAST or data.max() > LARGEST_FINITE):  # most scales are good
                 self._count_scales(target, target.module, data)
             if self.tensor_visitor is not None:
                 self.tensor_visitor(target.module.name, target.parameter, data)
 
     def _compare(self, target: _Target, source: TensorInfo, begin: int, data: Bytes) -> None:
-        found = self.found
-        found.compared.add(target.name)
+        scan_result = self.scan_result
+        scan_result.compared.add(target.name)
         if target.is_scaled:
-            found.scaled.add(target.name)
+            scan_result.scaled.add(target.name)
             return
         before = self.source_reader.read(source, begin=begin, end=begin + data.size)
         if not same_bytes(before, data):
             changed = int(np.count_nonzero(before != data))
-            found.different[target.name] = found.different.get(target.name, 0) + changed
+            scan_result.different[target.name] = scan_result.different.get(target.name, 0) + changed
 
     def _compare_numbers(
         self, target: _Target, source: TensorInfo, tensor: TensorInfo, begin: int, data: Bytes
@@ -275,28 +276,28 @@ class _Scan:
         elif tensor.dtype == "F16":
             with np.errstate(over="ignore"):
                 before = before.astype(np.float16)
-        self.found.compared.add(target.name)
+        self.scan_result.compared.add(target.name)
         changed = int(np.count_nonzero(before != numbers_of(data, tensor.dtype)))
         if changed:
-            self.found.different[target.name] = self.found.different.get(target.name, 0) + changed
+            self.scan_result.different[target.name] = self.scan_result.different.get(target.name, 0) + changed
 
     def _check_fp8(self, target: _Target, module: Module, tensor: TensorInfo, data: Bytes) -> None:
         if count := count_unusable(self.result, module, tensor, data, read=self.reader.read):
-            self.found.invalid_scales[target.name] = count
+            self.scan_result.invalid_scales[target.name] = count
         if target.parameter == WEIGHT and is_zero(data & np.uint8(LARGEST_FINITE + 1)):
-            self.found.all_zero.add(module.name)
+            self.scan_result.all_zero.add(module.name)
         if target.parameter == WEIGHT_SCALE and has_partner(self.result, module):
             scales = fp8_scales(data, tensor, module.parameters[WEIGHT].shape[0])
             is_even = bool((scales == scales[:1]).all())
-            self.found.shared_rows[module.name] = scales[:1].tobytes().hex() if is_even else ""
+            self.scan_result.shared_rows[module.name] = scales[:1].tobytes().hex() if is_even else ""
 
     def _count_scales(self, target: _Target, module: Module, scales: Bytes) -> None:
         """Count the scales outside 2^-6 .. 448. Called only if there are any."""
         counts = np.bincount(scales, minlength=256)
         if invalid := int(counts[LARGEST_FINITE + 1 :].sum()):
-            self.found.invalid_scales[target.name] = invalid
+            self.scan_result.invalid_scales[target.name] = invalid
         if subnormal := int(counts[1 : SUBNORMAL_LAST + 1].sum()):
-            self.found.subnormal_scales[target.name] = subnormal
+            self.scan_result.subnormal_scales[target.name] = subnormal
         weight = module.parameters.get(self.result.names.weight)
         if counts[0] and weight is not None and not shape_problems(self.result, module):
             zero = np.flatnonzero(scales == 0)
@@ -305,4 +306,4 @@ class _Scan:
             codes = self.reader.read(weight, begin=begin, end=end).reshape(-1, _CODE_BYTES_A_BLOCK)
             dirty = int(np.count_nonzero(codes[zero - zero[0]].any(axis=1)))
             if dirty:
-                self.found.zero_blocks_with_codes[f"{module.name}.{self.result.names.weight}"] = dirty
+                self.scan_result.zero_blocks_with_codes[f"{module.name}.{self.result.names.weight}"] = dirty

@@ -37,7 +37,7 @@ _TP_SIZE = re.compile(r"(?:--tensor-parallel-size|--tp-size|--tp_size|--tp|(?<!\
 
 def check_names(result: Result) -> Findings:
     """Rule 1. vLLM stops at an unknown name but not at a missing one. SGLang silently skips unknown expert tensors."""
-    found = Findings(1)
+    findings = Findings(1)
     expected = set(result.expected_parameters)
     allowed = {parts.module for parts in result.source_names.values()}
     others = Counter[str]()
@@ -46,26 +46,26 @@ def check_names(result: Result) -> Findings:
             form = "FP8" if module.is_fp8 else f"{module.other_form}, not checked here"
             others[f"{module.parts.role} in {form}"] += not loads_everywhere(result, module)
             if not any("scale" in parameter for parameter in module.parameters):
-                found.error(module.name, f"is {module.other_form}, but has no scale")
+                findings.error(module.name, f"is {module.other_form}, but has no scale")
     for module in result.converted:
         role = module.parts.role
         needed = expected
         if role in _UNQUANTIZED or (role not in CONVERTIBLE_ROLES and not result.is_foreign):
-            found.error(module.name, f"is NVFP4, but engines read the role {role} in BF16")
+            findings.error(module.name, f"is NVFP4, but engines read the role {role} in BF16")
             continue
         if role not in result.family.roles:
             others[f"{role} in NVFP4, not checked here"] += 1
             needed = expected - {result.names.input_scale}
         if not result.is_in_source(module) and module.parts.role is not Role.EXPERTS:  # rule 9 reports experts
-            found.error(module.name, "a new module, not in the source")
+            findings.error(module.name, "a new module, not in the source")
             continue
         for parameter in sorted(needed - set(module.parameters)):
-            found.error(f"{module.name}.{parameter}", "missing")
+            findings.error(f"{module.name}.{parameter}", "missing")
         for parameter in sorted(set(module.parameters) - expected):
-            found.error(f"{module.name}.{parameter}", "a converted projection of this layout has no such tensor")
+            findings.error(f"{module.name}.{parameter}", "a converted projection of this layout has no such tensor")
     for module in result.fp8:
         if not module.other_form:
-            check_fp8_names(result, module, found)
+            check_fp8_names(result, module, findings)
     experts = {(m.parts.layer, m.parts.expert) for m in result.modules.values() if m.parts.role is Role.EXPERTS}
     stems = {m.name.rsplit(".", 1)[0] for m in result.modules.values() if m.parts.role is Role.EXPERTS}
     projections = result.family.projections.values()
@@ -75,10 +75,10 @@ def check_names(result: Result) -> Findings:
         if parts.module in result.int4_modules and parts.module not in result.modules and not is_lost_expert:
             missing.add(parts.module)
     for name in sorted(missing):
-        found.error(name, "missing")
+        findings.error(name, "missing")
     for name in result.unknown:
         if result.source is None or name not in result.source.tensors:
-            found.error(name, f"not part of a {result.family.title} model")
+            findings.error(name, f"not part of a {result.family.title} model")
     for module in result.modules.values():
         if result.source is None or module.is_converted:
             continue
@@ -88,11 +88,11 @@ def check_names(result: Result) -> Findings:
                 continue
             if not (name in result.source.tensors or result.is_unjudged(name) or result.is_decoded(name)):
                 new = "a new name" if module.name in allowed else "a new module"
-                found.error(name, f"{new} ({tensor.shard}), not in the source")
-    for what, count in others.items():
+                findings.error(name, f"{new} ({tensor.shard}), not in the source")
+    for kind, count in others.items():
         if count:
-            found.warn(what, f"{count:,} modules: not every engine loads this form", count=count)
-    return found
+            findings.warn(kind, f"{count:,} modules: not every engine loads this form", count=count)
+    return findings
 
 
 _UNQUANTIZED: Final = (Role.ROUTER, Role.NORM, Role.EMBEDDINGS, Role.VISION_TOWER)
@@ -100,23 +100,23 @@ _UNQUANTIZED: Final = (Role.ROUTER, Role.NORM, Role.EMBEDDINGS, Role.VISION_TOWE
 
 def check_prefix(result: Result) -> Findings:
     """Rule 2. Engines refuse names with a wrong prefix, or leave the weights random; one prefix they rename."""
-    found = Findings(2)
+    findings = Findings(2)
     for name, expected in result.renamed.items():
-        report = found.error
+        report = findings.error
         if any(name.replace(*rename) == expected for rename in result.family.naming.renamed_prefixes):
-            report = result.habit(found)
+            report = result.habit(findings)
             expected += ", as which engines load it"
         report(name, f"should be {expected}")
-    return found
+    return findings
 
 
 def check_shapes(result: Result) -> Findings:
     """Rule 3: codes U8 [N, K/2], block scales F8_E4M3 [N, K/16], scalars F32 [] or [1], K a multiple of 16."""
-    found = Findings(3)
+    findings = Findings(3)
     for module in (*result.converted, *result.fp8):
         for parameter, problem in shape_problems(result, module).items():
-            found.error(f"{module.name}.{parameter}", problem)
-    return found
+            findings.error(f"{module.name}.{parameter}", problem)
+    return findings
 
 
 def shape_problems(result: Result, module: Module) -> dict[str, str]:
@@ -174,9 +174,9 @@ def _own_size(weight: TensorInfo | None, scale: TensorInfo | None) -> tuple[int,
 
 def check_totals(result: Result) -> Findings:
     """Rule 8. Experts-only W4A4 keeps the bytes of an INT4 source: three tensors become four of the same total size."""
-    found = Findings(8)
+    findings = Findings(8)
     if result.source is None:
-        return found.skip(result.no_source)
+        return findings.skip(result.no_source)
     count = 0
     size = 0
     done: set[str] = set()
@@ -202,34 +202,34 @@ def check_totals(result: Result) -> Findings:
             count += len(tensors)
             size += sum(t[3] for t in tensors)
     actual = sum(tensor.num_bytes for tensor in result.tensors.values())
-    found.note = f"{len(result.tensors):,} of {count:,} tensors, {actual:,} of {size:,} bytes"
+    findings.note = f"{len(result.tensors):,} of {count:,} tensors, {actual:,} of {size:,} bytes"
     for name, parts in result.source_names.items():
         # Rule 9 reports missing experts and router rows, rule 1 missing projections.
         is_kept = parts.module not in converted and not result.is_unjudged(name)
         if is_kept and parts.role is not Role.ROUTER and name not in result.tensors:
-            found.error(name, f"missing; it has {result.source.tensors[name].num_bytes:,} bytes in the source")
-    if not found.errors and not result.is_foreign and (len(result.tensors), actual) != (count, size):
+            findings.error(name, f"missing; it has {result.source.tensors[name].num_bytes:,} bytes in the source")
+    if not findings.errors and not result.is_foreign and (len(result.tensors), actual) != (count, size):
         problem = f"{len(result.tensors):,} tensors with {actual:,} bytes, expected {count:,} with {size:,}"
-        found.error(str(result.folder), problem)
-    return found
+        findings.error(str(result.folder), problem)
+    return findings
 
 
 def check_expert_counts(result: Result) -> Findings:
     """Rule 9: every MoE layer has the experts 0..k-1, and every tensor is as config.json says. Pruned models too."""
-    found = Findings(9)
+    findings = Findings(9)
     if result.config is None:
-        return found.skip("config.json cannot be read, see rule 11")
+        return findings.skip("config.json cannot be read, see rule 11")
     try:
         architecture = result.family.read_architecture(result.config, str(result.folder))
     except PlanError as error:
-        return found.error(CONFIG_NAME, str(error))
+        return findings.error(CONFIG_NAME, str(error))
     count = architecture.num_experts
     family = result.family
     experts = find_experts(module.parts for module in result.modules.values())
-    found.note = f"{count} experts in {len(architecture.moe_layers)} layers"
+    findings.note = f"{count} experts in {len(architecture.moe_layers)} layers"
     remedy = experts_remedy(result.tensors, experts, family=family, key=key_of(result.config, EXPERTS_KEY))
     if remedy and any(len(numbers) != count for numbers in experts.values()):
-        found.error(CONFIG_NAME, remedy)
+        findings.error(CONFIG_NAME, remedy)
     for layer in sorted({*architecture.moe_layers, *experts}):
         experts_name = family.experts.format(layer=layer)
         wanted = set(range(count)) if layer in architecture.moe_layers else set[int]()
@@ -237,22 +237,22 @@ def check_expert_counts(result: Result) -> Findings:
             problem = "missing"
             if expert not in wanted:
                 problem = f"config.json says the experts are 0..{len(wanted) - 1}"
-            found.error(f"{experts_name}.{expert}", problem)
+            findings.error(f"{experts_name}.{expert}", problem)
     model = DescribedModel(family, architecture, result.config, str(result.folder))
     for fault in model.find_faults(result.tensors, experts):
         if not _is_reported(result, fault):
-            found.error(fault.name, model.problem(fault))
+            findings.error(fault.name, model.problem(fault))
     text = text_config(result.config)
     for field, problem in _unserved_fields(result, result.config):
         known = result.config if result.source is None else result.source.config
         if (known.get(field), text_config(known).get(field)) == (result.config.get(field), text.get(field)):
-            found.warn(field, problem)  # rule 12 reports a change
-    if not found.errors and result.source is not None:
+            findings.warn(field, problem)  # rule 12 reports a change
+    if not findings.errors and result.source is not None:
         total = family.read_architecture(result.source.config, str(result.source.folder)).num_experts
         if total != count:
             problem = f"the result has {count} experts per layer, the source {total}. "
-            found.error(CONFIG_NAME, problem + "Pass the source that it was converted from")
-    return found
+            findings.error(CONFIG_NAME, problem + "Pass the source that it was converted from")
+    return findings
 
 
 def _unserved_fields(result: Result, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -277,9 +277,9 @@ def _is_reported(result: Result, fault: Fault) -> bool:
     if result.source is not None:
         before = result.source.tensors.get(fault.name)
     if module is not None and module.other_form:  # of which only the weight's shape is known
-        if not fault.name.endswith(f".{WEIGHT}") or fault.expected is None or fault.found is None:
+        if not fault.name.endswith(f".{WEIGHT}") or fault.expected is None or fault.tensor is None:
             return True
-        return fault.found.shape == fault.expected.shape
+        return fault.tensor.shape == fault.expected.shape
     if module is not None and module.is_fp8 and fault.name.rpartition(".")[2] in FP8_PARAMETERS:
         return True
     if module is not None and module.is_converted:
@@ -288,12 +288,12 @@ def _is_reported(result: Result, fault: Fault) -> bool:
         return fault.expected is None or bool(is_named)
     if fault.expected is None:
         return before is None and (module is None or result.source is not None)
-    place = result.family.classify(name)
-    if place is not None and place.role is Role.ROUTER:
+    parts = result.family.classify(name)
+    if parts is not None and parts.role is Role.ROUTER:
         return False
-    if fault.found is None:
+    if fault.tensor is None:
         return before is not None or not fault.expected.dtypes
-    return before is not None and (before.dtype, before.shape) != (fault.found.dtype, fault.found.shape)
+    return before is not None and (before.dtype, before.shape) != (fault.tensor.dtype, fault.tensor.shape)
 
 
 def check_alignment(result: Result) -> Findings:
@@ -303,32 +303,34 @@ def check_alignment(result: Result) -> Findings:
     """
     from k2convert.deploy.serving import usual_parallelism
 
-    found = Findings(10)
+    findings = Findings(10)
     if result.config is None:
-        return found.skip("config.json cannot be read, see rule 11")
+        return findings.skip("config.json cannot be read, see rule 11")
     text = text_config(result.config)
     allowed = result.family.tensor_parallel_sizes
     columns = expert_columns_key(result.config)
     hidden = text.get(columns)
     width = text.get("moe_intermediate_size")
     if not isinstance(hidden, int) or hidden % HIDDEN_ALIGNMENT:
-        result.habit(found)(columns, f"{hidden} is not a multiple of {HIDDEN_ALIGNMENT}: FlashInfer's kernels need it")
+        result.habit(findings)(
+            columns, f"{hidden} is not a multiple of {HIDDEN_ALIGNMENT}: FlashInfer's kernels need it"
+        )
     recommended = usual_parallelism(result.config, result.family).tensor
     card = result.folder / CARD_NAME
     sizes = [recommended]
     if card.is_file():
         stated = _TP_SIZE.findall(card.read_text(encoding="utf-8", errors="replace"))
         sizes = sorted({int(size) for size in stated if int(size) > 0}) or [recommended]
-    found.note = f"tensor-parallel size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}"
+    findings.note = f"tensor-parallel size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}"
     for size in sizes:
         if allowed and size not in allowed:
-            found.error(f"tensor-parallel size {size}", f"not one of {', '.join(map(str, allowed))}")
+            findings.error(f"tensor-parallel size {size}", f"not one of {', '.join(map(str, allowed))}")
             continue
         name = f"moe_intermediate_size at tensor-parallel size {size}"
         if not isinstance(width, int) or width % (size * WIDTH_ALIGNMENT):
-            found.error(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT}")
+            findings.error(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT}")
         elif width % (size * WIDTH_ALIGNMENT_FAST):
-            found.warn(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT_FAST}: kernels pad it")
+            findings.warn(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT_FAST}: kernels pad it")
         for name, problem in cut_blocks(result, size) if result.fp8 else ():
-            found.warn(name, problem)
-    return found
+            findings.warn(name, problem)
+    return findings

@@ -88,8 +88,8 @@ class Mxfp4Weight(Bf16Weight):
 def decode_mxfp4(packed: NDArray[np.uint8], scale_bytes: NDArray[np.uint8]) -> NDArray[np.uint16]:
     """Return BF16 bits uint16 [N, K] of codes [N, K/2] under scale bytes [N, S] that divide the columns equally."""
     rows, scales = scale_bytes.shape
-    places = (scale_bytes.astype(np.uint16) << np.uint16(8))[:, :, None] | packed.reshape(rows, scales, -1)
-    return _pairs()[places].reshape(rows, -1).view(np.uint16)
+    indices = (scale_bytes.astype(np.uint16) << np.uint16(8))[:, :, None] | packed.reshape(rows, scales, -1)
+    return _pairs()[indices].reshape(rows, -1).view(np.uint16)
 
 
 def is_empty(groups: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -98,9 +98,9 @@ def is_empty(groups: NDArray[np.uint8]) -> NDArray[np.bool_]:
     return (words[:, 0] | words[:, 1]) == 0
 
 
-def look_up(table: NDArray[np.uint8], places: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return table[places] for a table uint8 [256] and flat places, three times as fast as NumPy does."""
-    return np.frombuffer(bytearray(places).translate(table.tobytes()), dtype=np.uint8)
+def look_up(table: NDArray[np.uint8], indices: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return table[indices] for a table uint8 [256] and flat indices, three times as fast as NumPy does."""
+    return np.frombuffer(bytearray(indices).translate(table.tobytes()), dtype=np.uint8)
 
 
 @cache
@@ -116,7 +116,7 @@ def _pairs() -> NDArray[np.uint32]:
 def check_mxfp4_scales(scale_bytes: NDArray[np.uint8], *, name: str) -> None:
     """Refuse a scale byte that is NaN, also that of an empty group (FormatError)."""
     if scale_bytes.max(initial=0) == NAN_BYTE:
-        row, group = (int(place) for place in np.argwhere(scale_bytes == NAN_BYTE)[0])
+        row, group = (int(index) for index in np.argwhere(scale_bytes == NAN_BYTE)[0])
         raise FormatError(
             f"{name}: MXFP4 scale [{row}, {group}] is byte {NAN_BYTE}, which is NaN; the source is damaged"
         )

@@ -95,15 +95,15 @@ class DeviceKernel:
         """As RoundingKernel. Small damped Hessians are tried in one launch for a panel."""
         rows, columns = target_nK.shape
         together = len(makers) if columns <= SMALL else 1
-        found: list[Tensor] = []
+        rounded: list[Tensor] = []
         for first in range(0, len(makers), together):
             factors = torch.stack([make().factor for make in makers[first : first + together]])
             # A program has rows of one factor.
             padded = torch.nn.functional.pad(target_nK, (0, 0, 0, -rows % _ROWS))
             targets = padded.expand(factors.shape[0], -1, -1).reshape(-1, columns)
             values, _ = self._first_pass(targets, factors, 1 / factors.diagonal(dim1=1, dim2=2))
-            found += values.view(factors.shape[0], -1, columns)[:, :rows]
-        return found
+            rounded += values.view(factors.shape[0], -1, columns)[:, :rows]
+        return rounded
 
     def _first_pass(
         self, target: Tensor, factors_CKK: Tensor, inverses_CK: Tensor, *, is_identity: bool = False

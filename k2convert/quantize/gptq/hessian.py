@@ -124,12 +124,12 @@ def factor_lower(matrix: Tensor, team: Team) -> Tensor:
     step = SMALL_TILE if matrix.shape[0] <= SMALL else TILE
     tiles = cut(matrix.shape[0], step, matrix)
     info = torch.zeros((), dtype=torch.int32, device=matrix.device)
-    for place, own in enumerate(tiles):
+    for index, own in enumerate(tiles):
         factor, info = _linalg.cholesky_ex(matrix[own, own])
         if len(tiles) > 1 and int(info):
             return info
         matrix[own, own] = factor
-        behind = tiles[place + 1 :]
+        behind = tiles[index + 1 :]
         team.run([partial(_divide, matrix[row, own], factor) for row in behind])
         lower = combinations_with_replacement(behind, 2)
         team.run([partial(_subtract, matrix, row, column, own) for column, row in lower])

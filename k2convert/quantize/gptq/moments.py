@@ -46,9 +46,9 @@ The strengths are compared on the same sums. Without this, choosing one for 7168
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightedTokens:
-    """Tokens of one half: their places int64 [t], and the roots f32 [t, 1] of their weights, whose sum is `total`."""
+    """Tokens of one half: their indices int64 [t], and the roots f32 [t, 1] of their weights, whose sum is `total`."""
 
-    places: Tensor
+    indices: Tensor
     roots: Tensor
     total: float
 
@@ -61,8 +61,8 @@ class WeightedTokens:
 
 def _of_half(weights_t: Tensor, chosen_t: Tensor) -> WeightedTokens:
     weights = weights_t[chosen_t]
-    places = torch.where(chosen_t)[0]
-    return WeightedTokens(places, weights.sqrt().float()[:, None], float(weights.double().sum()))
+    indices = torch.where(chosen_t)[0]
+    return WeightedTokens(indices, weights.sqrt().float()[:, None], float(weights.double().sum()))
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ class Moments:
     def add(self, inputs_tK: Tensor, halves: tuple[WeightedTokens, WeightedTokens], team: Team = ONE_THREAD) -> None:
         """Add tokens: f32 inputs [t, K]."""
         for matrix, half in zip(self.sums, halves, strict=True):
-            inputs = inputs_tK[half.places] * half.roots
+            inputs = inputs_tK[half.indices] * half.roots
             add_product(matrix, inputs.T, inputs, team, lower=True)
         self.tokens += inputs_tK.shape[0]
         self.weights = self.weights[0] + halves[0].total, self.weights[1] + halves[1].total
@@ -139,8 +139,8 @@ class CrossMoments:
     ) -> None:
         """Add tokens: f32 inputs [t, K] and residuals [t, N]."""
         for cross, half in zip(self.crosses, halves, strict=True):
-            inputs = inputs_tK[half.places] * half.roots
-            residual = residual_tN[half.places] * half.roots
+            inputs = inputs_tK[half.indices] * half.roots
+            residual = residual_tN[half.indices] * half.roots
             add_product(cross, residual.T, inputs, team)
 
 
@@ -160,16 +160,16 @@ def correct(moments: Moments, residual: CrossMoments, team: Team = ONE_THREAD) -
     hessian_KK.mul_(scales_K).mul_(scales_K[:, None])
     crosses = residual.crosses
     sums_nN = _sketch(crosses.shape[1]).to(hessian_KK.device)
-    seen = torch.zeros(2, sums_nN.shape[0], crosses.shape[2], device=crosses.device)
+    sketches = torch.zeros(2, sums_nN.shape[0], crosses.shape[2], device=crosses.device)
     for half in (0, 1):
-        add_product(seen[half], sums_nN, crosses[half], team)
-        seen[half].mul_(scales_K / moments.weights[half])
+        add_product(sketches[half], sums_nN, crosses[half], team)
+        sketches[half].mul_(scales_K / moments.weights[half])
     lower_KK = torch.empty_like(hessian_KK)
-    found: list[Tensor] = []
+    device_losses: list[Tensor] = []
     for strength in STRENGTHS:
         _factor(lower_KK, hessian_KK, strength, team)
-        found.append(_loss(moments, seen, scales_K, lower_KK, team))
-    losses = floats(torch.stack(found))  # a device is waited for once
+        device_losses.append(_loss(moments, sketches, scales_K, lower_KK, team))
+    losses = floats(torch.stack(device_losses))  # a device is waited for once
     best = min(range(len(STRENGTHS)), key=losses.__getitem__)
     if not losses[best] < 0:
         return None, None
@@ -179,34 +179,34 @@ def correct(moments: Moments, residual: CrossMoments, team: Team = ONE_THREAD) -
     return _solution(moments, residual, scales_K, lower_KK, team), STRENGTHS[best]
 
 
-def _loss(moments: Moments, seen: Tensor, scales_K: Tensor, lower_KK: Tensor, team: Team) -> Tensor:
+def _loss(moments: Moments, sketches: Tensor, scales_K: Tensor, lower_KK: Tensor, team: Team) -> Tensor:
     """Return the sum over both orders of tr(d_a H_b d_a^T) - 2 tr(d_a D_b^T), f64, for factors L of H + lambda.
 
-    `seen` are sums of rows of the crosses, f32 [2, n, K], each over its sum of w, in columns times `scales_K`.
+    `sketches` are sums of rows of the crosses, f32 [2, n, K], each over its sum of w, in columns times `scales_K`.
     """
 
     def of_tile(a: int, rows: slice) -> Tensor:
-        fitted = solve_rows(seen[a, rows], lower_KK)
+        fitted = solve_rows(sketches[a, rows], lower_KK)
         gradient = (fitted * scales_K) @ moments.sums[1 - a]
-        gradient.mul_(scales_K / moments.weights[1 - a]).sub_(seen[1 - a, rows], alpha=2)
+        gradient.mul_(scales_K / moments.weights[1 - a]).sub_(sketches[1 - a, rows], alpha=2)
         return fitted.mul_(gradient).sum(dtype=torch.float64)
 
-    tiles = [partial(of_tile, a, rows) for a in (0, 1) for rows in cut(seen.shape[1], ROWS, seen)]
+    tiles = [partial(of_tile, a, rows) for a in (0, 1) for rows in cut(sketches.shape[1], ROWS, sketches)]
     return reduce(torch.add, team.run(tiles))
 
 
 def _solution(moments: Moments, residual: CrossMoments, scales_K: Tensor, lower_KK: Tensor, team: Team) -> Tensor:
     """Return d f32 [N, K], fitted to both halves."""
     first, second = residual.crosses
-    found = torch.empty_like(first)
+    solution = torch.empty_like(first)
     factors_K = scales_K / sum(moments.weights)
 
     def solve(rows: slice) -> None:
         cross = (first[rows] + second[rows]).mul_(factors_K)
-        found[rows] = solve_rows(cross, lower_KK).mul_(scales_K)
+        solution[rows] = solve_rows(cross, lower_KK).mul_(scales_K)
 
-    team.run([partial(solve, rows) for rows in cut(found.shape[0], ROWS, found)])
-    return found
+    team.run([partial(solve, rows) for rows in cut(solution.shape[0], ROWS, solution)])
+    return solution
 
 
 def _sketch(rows: int) -> Tensor:

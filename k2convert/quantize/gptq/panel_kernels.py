@@ -60,10 +60,10 @@ def _from(own, lane):
 @triton.jit
 def _columns(own):
     """The 16 columns of a block, each in all lanes of its row."""
-    found = ()
+    columns = ()
     for j in tl.static_range(16):
-        found = found + (_from(own, j),)
-    return found
+        columns = columns + (_from(own, j),)
+    return columns
 
 
 @triton.jit
@@ -133,11 +133,11 @@ def round_kernel(
         own = tl.load(weights + row * columns + begin + lane, mask=valid, other=0.0)
         own = _after(own, errors, row, valid, lane, factor, start, begin, columns, block)
         diagonal = factor + begin.to(tl.int64) * columns + begin
-        byte, found, lost, losses = _search(_columns(own), lane, diagonal, columns, inverse + begin)
+        byte, rounded, lost, losses = _search(_columns(own), lane, diagonal, columns, inverse + begin)
         _, best = _least(losses, lane)
         chosen = valid & (lane == best)
         for j in tl.static_range(16):
-            tl.store(values + row * columns + begin + j + lane * 0, found[j], mask=chosen)
+            tl.store(values + row * columns + begin + j + lane * 0, rounded[j], mask=chosen)
             tl.store(errors + row * PANEL + block * BLOCK + j + lane * 0, lost[j], mask=chosen)
         tl.store(scale_bytes + row * (columns // BLOCK) + begin // BLOCK + lane * 0, byte.to(tl.uint8), mask=chosen)
         tl.debug_barrier()
@@ -160,8 +160,8 @@ def improve_kernel(
         for j in tl.static_range(16):
             before = before + (tl.load(values + row * columns + begin + j + lane * 0, mask=valid, other=0.0),)
         diagonal = matrix + begin.to(tl.int64) * columns + begin
-        place = scale_bytes + row * (columns // BLOCK) + begin // BLOCK + lane * 0
-        byte = tl.load(place, mask=valid, other=0x38).to(tl.int32)
+        pointer = scale_bytes + row * (columns // BLOCK) + begin // BLOCK + lane * 0
+        byte = tl.load(pointer, mask=valid, other=0x38).to(tl.int32)
         slopes = _columns(own)
         optimum = own * 0
         for k in tl.static_range(16):
@@ -172,17 +172,17 @@ def improve_kernel(
         for j in tl.static_range(16):
             loss = tl.math.fma(moves[j], slopes[j], loss)
             wanted = wanted + (moves[j] + before[j],)
-        tried, found, _, losses = _search(wanted, lane, block_factors + begin * BLOCK, BLOCK, factor_inverses + begin)
+        tried, rounded, _, losses = _search(wanted, lane, block_factors + begin * BLOCK, BLOCK, factor_inverses + begin)
         least, best = _least(losses, lane)
         better = least < loss * WORTHWHILE
         current = ()
         for j in tl.static_range(16):
-            value = tl.where(better, _from(found[j], best), before[j])
+            value = tl.where(better, _from(rounded[j], best), before[j])
             own = tl.math.fma(before[j] - value, tl.load(diagonal + j * columns + lane), own)
             current = current + (value,)
         byte = tl.where(better, _from(tried, best), byte)
         tl.debug_barrier()
-        tl.store(place, byte.to(tl.uint8), mask=valid & (lane == 0))
+        tl.store(pointer, byte.to(tl.uint8), mask=valid & (lane == 0))
         step = _step_of(byte)
         inverse = tl.math.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
         tl.debug_barrier()

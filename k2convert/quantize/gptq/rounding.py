@@ -126,8 +126,10 @@ def choose_damping(
 
     even = partial(identity_hessian, columns, device=str(weight_NK.device))
     makers = [even, *(partial(hessian_of, damping, half) for damping in DAMPINGS for half in (0, 1))]
-    found = kernel.try_each(sample_NK, makers, team if is_small else ONE_THREAD)
-    losses = [_loss(values - sample_NK, moments.half(1 - place % 2)) for place, values in enumerate([found[0], *found])]
+    rounded = kernel.try_each(sample_NK, makers, team if is_small else ONE_THREAD)
+    losses = [
+        _loss(values - sample_NK, moments.half(1 - index % 2)) for index, values in enumerate([rounded[0], *rounded])
+    ]
     summed = floats(torch.stack(losses).view(-1, 2).sum(dim=1))  # a device is waited for once
     best = min(range(len(summed)), key=summed.__getitem__)
     return DAMPINGS[best - 1] if best else None

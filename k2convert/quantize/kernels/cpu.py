@@ -262,9 +262,9 @@ def search_tables() -> SearchTables:
     C = 82 candidates by rank, S = 128 source mantissas, P positions.
     """
     mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS)
-    found = [_codes_and_errors(mantissa) for mantissa in mantissas_S.tolist()]
-    codes_SCk = np.stack([codes for codes, _ in found]).swapaxes(1, 2)
-    errors_SkC = np.stack([errors for _, errors in found])  # in units of (s / 2ms)**2: integers below 2**25
+    by_mantissa = [_codes_and_errors(mantissa) for mantissa in mantissas_S.tolist()]
+    codes_SCk = np.stack([codes for codes, _ in by_mantissa]).swapaxes(1, 2)
+    errors_SkC = np.stack([errors for _, errors in by_mantissa])  # in units of (s / 2ms)**2: integers below 2**25
     # Bits 4u .. 4u + 3 are the output nibble of the source nibble u = q + 8.
     maps_SC = np.zeros(codes_SCk.shape[:2], dtype=np.int64)
     for nibble in range(16):
@@ -310,10 +310,12 @@ def _scale_candidates() -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
     rows: list[list[int]] = []
     for offset in range(LOWEST_OFFSET, HIGHEST_OFFSET + 1):
         exponents = [(j - offset, mantissa) for j, mantissa in grid]
-        found = [e + 10 << 3 | mantissa - 8 if MIN_EXPONENT <= e <= MAX_EXPONENT else 0 for e, mantissa in exponents]
+        scale_bytes = [
+            e + 10 << 3 | mantissa - 8 if MIN_EXPONENT <= e <= MAX_EXPONENT else 0 for e, mantissa in exponents
+        ]
         largest = offset + MAX_EXPONENT
         ends = [MAX_BYTE if is_there else 0 for is_there in (largest >= NUM_SHIFTS, largest < 0)]
-        rows.append([ends[0], *(byte if byte <= MAX_BYTE else 0 for byte in found), ends[1]])
+        rows.append([ends[0], *(byte if byte <= MAX_BYTE else 0 for byte in scale_bytes), ends[1]])
     return steps, np.array(rows, dtype=np.uint8)
 
 

@@ -98,9 +98,9 @@ def decode(codes: Tensor, block_scales: Tensor, global_scale: Tensor) -> Tensor:
     return (values.unflatten(-1, (-1, 16)) * (block_scales.double() * global_scale).unsqueeze(-1)).flatten(-2)
 
 
-def same_bytes(one: Tensor, other: Tensor) -> bool:
+def same_bytes(reference: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same bytes, whatever their shapes."""
-    left, right = (tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (one, other))
+    left, right = (tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (reference, other))
     return torch.equal(left, right)
 
 

@@ -159,14 +159,14 @@ class Vllm:
         yield Layer("layers.1.self_attn.in_proj_qkvgfab", in_proj, kda, HIDDEN)
         yield from _k3(merged, column, row)
 
-    def load(self, made: Any, _name: str, tensors: list[tuple[Tensor, Tensor]]) -> None:
+    def load(self, module: Any, _name: str, tensors: list[tuple[Tensor, Tensor]]) -> None:
         for number, pair in enumerate(tensors):
-            for parameter, tensor in zip((made.weight, made.weight_scale), pair, strict=True):
+            for parameter, tensor in zip((module.weight, module.weight_scale), pair, strict=True):
                 shard = (number,) if len(tensors) > 1 else ()
                 parameter.weight_loader(parameter, tensor, *shard)
 
-    def found(self, made: Any) -> tuple[Tensor, Tensor]:
-        return of_rows(made.weight.data, made.weight_scale.data)
+    def loaded(self, module: Any) -> tuple[Tensor, Tensor]:
+        return of_rows(module.weight.data, module.weight_scale.data)
 
 
 class Sglang:
@@ -236,27 +236,27 @@ class Sglang:
         yield Layer("layers.1.self_attn.b_proj", beta, ((96, COLUMN),), HIDDEN)
         yield from _k3(merged, column, row)
 
-    def load(self, made: Any, name: str, tensors: list[tuple[Tensor, Tensor]]) -> None:
-        scales = getattr(made, "weight_scale_inv", None)
+    def load(self, module: Any, name: str, tensors: list[tuple[Tensor, Tensor]]) -> None:
+        scales = getattr(module, "weight_scale_inv", None)
         in_blocks = scales is not None
         if scales is None:
-            scales = made.weight_scale
+            scales = module.weight_scale
         pairs = [(codes, scale[:, 0, :, 0] if in_blocks else scale) for codes, scale in tensors]
-        if isinstance(made, self.linear.ReplicatedLinear):  # as the models' own loaders join them
-            made.weight.data.copy_(torch.cat([codes for codes, _ in pairs]))
+        if isinstance(module, self.linear.ReplicatedLinear):  # as the models' own loaders join them
+            module.weight.data.copy_(torch.cat([codes for codes, _ in pairs]))
             scales.data.copy_(torch.cat([scale for _, scale in pairs]))
             return
         for number, (codes, scale) in enumerate(pairs):
             shard = (number,) if len(pairs) > 1 else ()
-            made.weight.weight_loader(made.weight, codes, *shard)
+            module.weight.weight_loader(module.weight, codes, *shard)
             if name.endswith(".b_proj"):  # all ranks share one row of blocks (load_weights of kimi_k3)
                 scales.data.copy_(scale)
             else:
                 scales.weight_loader(scales, scale, *shard)
 
-    def found(self, made: Any) -> tuple[Tensor, Tensor]:
-        scales = getattr(made, "weight_scale_inv", None)
-        return of_rows(made.weight.data, made.weight_scale.data if scales is None else scales.data)
+    def loaded(self, module: Any) -> tuple[Tensor, Tensor]:
+        scales = getattr(module, "weight_scale_inv", None)
+        return of_rows(module.weight.data, module.weight_scale.data if scales is None else scales.data)
 
 
 Make = Callable[..., Callable[[str], Any]]
@@ -291,10 +291,10 @@ def wrong_rows(
     engine: Vllm | Sglang, layer: Layer, size: int, rank: int, *, in_blocks: bool, shared: bool
 ) -> int | str:
     """Make and load a layer; return how many of its rows are not those of the file, or what else is wrong."""
-    made = layer.make(f"{engine.prefix}{layer.name}")
-    is_fp8 = made.weight.dtype == torch.float8_e4m3fn
+    module = layer.make(f"{engine.prefix}{layer.name}")
+    is_fp8 = module.weight.dtype == torch.float8_e4m3fn
     if is_fp8 != layer.is_fp8:
-        return f"its weight is {made.weight.dtype} ({type(made.quant_method).__name__})"
+        return f"its weight is {module.weight.dtype} ({type(module.quant_method).__name__})"
     if not is_fp8:
         return 0
     row = torch.exp2(torch.randint(-12, -2, (1, -(-layer.columns // BLOCK))).float()) if shared else None
@@ -303,27 +303,27 @@ def wrong_rows(
                row_of_scales=row if number >= layer.shared_from else None)
         for number, (rows, _) in enumerate(layer.parts)
     ]  # fmt: skip
-    engine.load(made, layer.name, tensors)
-    found = engine.found(made)
+    engine.load(module, layer.name, tensors)
+    loaded = engine.loaded(module)
     done = 0
     wrong = 0
     for pair, (_, how) in zip(tensors, layer.parts, strict=True):
         codes, scales = (cut(values, how, size, rank) for values in of_rows(*pair))
         own = slice(done, done + len(codes))
-        wrong += int(((found[0][own] != codes).any(dim=1) | (found[1][own] != scales).any(dim=1)).sum())
+        wrong += int(((loaded[0][own] != codes).any(dim=1) | (loaded[1][own] != scales).any(dim=1)).sum())
         done = own.stop
     return wrong
 
 
 def main() -> int:
     name, request, answer = sys.argv[1:]
-    asked = json.loads(Path(request).read_text(encoding="utf-8"))
+    requested = json.loads(Path(request).read_text(encoding="utf-8"))
     engine = {"vllm": Vllm, "sglang": Sglang}[name]()
     problems: list[str] = []
     mixed_up: dict[str, int] = {}
     checked = 0
-    for family, stated in asked["configs"].items():
-        for size in asked["sizes"]:
+    for family, stated in requested["configs"].items():
+        for size in requested["sizes"]:
             rank = size // 2
             with engine.parallel(size, rank):
                 for layer in engine.layers(family, engine.config(family, stated), size):
@@ -331,13 +331,13 @@ def main() -> int:
                     wrong = wrong_rows(engine, layer, size, rank, shared=True, **options)
                     checked += 1
                     if wrong:
-                        what = wrong if isinstance(wrong, str) else f"{wrong:,} rows are not those of the file"
-                        problems.append(f"{family}, TP {size}, rank {rank}: {layer.name}: {what}")
+                        problem = wrong if isinstance(wrong, str) else f"{wrong:,} rows are not those of the file"
+                        problems.append(f"{family}, TP {size}, rank {rank}: {layer.name}: {problem}")
                     if layer.shared_from < len(layer.parts):
                         mixed_up[str(size)] = wrong_rows(engine, layer, size, rank, shared=False, **options)
     version = importlib.metadata.version(name).partition("+")[0]
-    found = {"version": version, "checked": checked, "problems": problems, "mixed_up": mixed_up}
-    Path(answer).write_text(json.dumps(found), encoding="utf-8")
+    document = {"version": version, "checked": checked, "problems": problems, "mixed_up": mixed_up}
+    Path(answer).write_text(json.dumps(document), encoding="utf-8")
     return 0
 
 

@@ -87,15 +87,15 @@ def _has_bytes(experts: FusedExperts, files: Checkpoint, name: str, expert: int,
         loaded = (experts.codes13[expert].chunk(2)[index], experts.scales13[expert].chunk(2)[index])
         loaded_scalars = [stored[expert, index] for stored in experts.stored13.values()]
     pairs = zip((*loaded, *loaded_scalars), (codes, scales, *scalars), strict=True)
-    return all(same_bytes(one, other) for one, other in pairs)
+    return all(same_bytes(tensor, other) for tensor, other in pairs)
 
 
 def _decoded(experts: FusedExperts, expert: int) -> tuple[Tensor, Tensor]:
-    one = slice(expert, expert + 1)  # three dimensions as in vLLM, but one expert at a time
-    global13 = experts.scalar(next(iter(experts.stored13.values())))[one, 0].contiguous()
-    global2 = experts.scalar(next(iter(experts.stored2.values()))).flatten()[one]
-    both = dequantize_to_dtype(experts.codes13[one], experts.scales13[one], global13, torch.float32, 16, swizzle=False)
-    down = dequantize_to_dtype(experts.codes2[one], experts.scales2[one], global2, torch.float32, 16, swizzle=False)
+    own = slice(expert, expert + 1)  # three dimensions as in vLLM, but one expert at a time
+    global13 = experts.scalar(next(iter(experts.stored13.values())))[own, 0].contiguous()
+    global2 = experts.scalar(next(iter(experts.stored2.values()))).flatten()[own]
+    both = dequantize_to_dtype(experts.codes13[own], experts.scales13[own], global13, torch.float32, 16, swizzle=False)
+    down = dequantize_to_dtype(experts.codes2[own], experts.scales2[own], global2, torch.float32, 16, swizzle=False)
     return both[0], down[0]
 
 
@@ -147,9 +147,11 @@ def _kernel_errors(experts: FusedExperts, files: Checkpoint, backend: NvFp4MoeBa
 def _marlin_keeps(block_scales: Tensor) -> bool:
     """Return whether Marlin's format (Hopper and older) holds every block scale; it can drop the smallest."""
     factor = marlin._nvfp4_compute_scale_factor(block_scales.half())
-    for one in block_scales:
-        marlin_scales, _ = marlin.nvfp4_marlin_process_scales(one.half(), scale_factor=factor, a_dtype=torch.bfloat16)
+    for scales in block_scales:
+        marlin_scales, _ = marlin.nvfp4_marlin_process_scales(
+            scales.half(), scale_factor=factor, a_dtype=torch.bfloat16
+        )
         back = (marlin_scales.view(torch.uint8).to(torch.int16) << 7).view(torch.half).float() / 2**7 / factor
-        if not torch.equal(back, one.float().view(-1, 4)[:, [0, 2, 1, 3]].view(one.shape)):
+        if not torch.equal(back, scales.float().view(-1, 4)[:, [0, 2, 1, 3]].view(scales.shape)):
             return False
     return True

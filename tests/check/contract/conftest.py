@@ -16,8 +16,8 @@ KEEP = 4  # experts; as many as a token chooses
 def cut_experts(checkpoint: SmallCheckpoint, count: int) -> None:
     """Drop every expert from `count` on, and cut router and config to match."""
     for shard, members in checkpoint.shards.items():
-        kept = {n: t for n, t in members.items() if int(n.partition(".experts.")[2].partition(".")[0] or 0) < count}
-        checkpoint.shards[shard] = {n: t[:count] if ".mlp.gate." in n else t for n, t in kept.items()}
+        tensors = {n: t for n, t in members.items() if int(n.partition(".experts.")[2].partition(".")[0] or 0) < count}
+        checkpoint.shards[shard] = {n: t[:count] if ".mlp.gate." in n else t for n, t in tensors.items()}
     checkpoint.config.get("text_config", checkpoint.config)["n_routed_experts"] = count
 
 
@@ -31,8 +31,8 @@ def sources(tiny: Path, k25: Path, reap: Path, checkpoints: Path) -> dict[str, P
         write_small(checkpoint, folder)
 
     few = {"thinking": tiny, "k2.5": k25}
-    made = {name: made_once(checkpoints / f"few-{name}", partial(make, whole)) for name, whole in few.items()}
-    return {"reap": reap, "tiny": tiny, **made}
+    folders = {name: made_once(checkpoints / f"few-{name}", partial(make, whole)) for name, whole in few.items()}
+    return {"reap": reap, "tiny": tiny, **folders}
 
 
 @pytest.fixture(scope="session")

@@ -127,11 +127,11 @@ def only(report: ContractReport, number: int, verdict: Verdict = Verdict.FAIL) -
 
     Elsewhere rule 5 is ignored, and rule 8 may say that the totals differ, but may not name a tensor.
     """
-    found = {n: v for n, v in verdicts(report).items() if n == number or n not in (5, 8)}
+    relevant = {n: v for n, v in verdicts(report).items() if n == number or n not in (5, 8)}
     totals = report.rules[7]
     if number != 8 and totals.verdict is Verdict.FAIL:
         assert [(o.name, "expected" in o.problem) for o in totals.offenders] == [(report.folder, True)]
-    assert found == {number: verdict}, [(r.number, r.offenders) for r in report.rules if r.number in found]
+    assert relevant == {number: verdict}, [(r.number, r.offenders) for r in report.rules if r.number in relevant]
     return report.rules[number - 1]
 
 

@@ -50,11 +50,11 @@ def tensors(change: Callable[[str, torch.Tensor], dict[str, torch.Tensor] | None
 
     def edit(checkpoint: SmallCheckpoint) -> None:
         for shard, members in checkpoint.shards.items():
-            made: dict[str, torch.Tensor] = {}
+            edited: dict[str, torch.Tensor] = {}
             for name, tensor in members.items():
                 new = change(name, tensor)
-                made |= {name: tensor} if new is None else new
-            checkpoint.shards[shard] = made
+                edited |= {name: tensor} if new is None else new
+            checkpoint.shards[shard] = edited
 
     return lambda folder: damage.edit_checkpoint(folder, edit)
 
@@ -143,8 +143,8 @@ def nvfp4_of(*endings: str) -> Change:
 
     def lists(config: dict[str, Any], excludes: str) -> None:
         parts = ("_a_proj", "q_b_proj", "kv_b_proj", "o_proj", "lm_head")
-        kept = [f"*{part}*" for part in parts if part not in endings]
-        config[excludes] = [e for e in config[excludes] if "self_attn" not in e and "lm_head" not in e] + kept
+        patterns = [f"*{part}*" for part in parts if part not in endings]
+        config[excludes] = [e for e in config[excludes] if "self_attn" not in e and "lm_head" not in e] + patterns
 
     def edit(folder: Path) -> None:
         tensors(change)(folder)

@@ -28,8 +28,8 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def test_a_fresh_evaluation_passes_and_one_of_servers(breakable: Converted) -> None:
     assert breakable.check().passed  # a result without one is fine
-    for found in (evaluation_of(breakable.folder), of_servers()):
-        write_evaluation(breakable.folder, found)
+    for evaluation in (evaluation_of(breakable.folder), of_servers()):
+        write_evaluation(breakable.folder, evaluation)
         report = breakable.check()
         assert not [rule for rule in report.rules if rule.verdict is Verdict.FAIL]
         assert len(report.rules) == 19
@@ -45,9 +45,9 @@ def test_weights_are_named_by_every_byte_and_by_nothing_else(breakable: Converte
 
 
 STALE: dict[str, Callable[[dict[str, Any]], object]] = {
-    "every mode": lambda found: [row["model"].update(weights=OTHER) for row in found["rows"]],
-    "one mode": lambda found: found["rows"][1]["model"].update(weights=OTHER),
-    "no digest": lambda found: found["rows"][0]["model"].pop("weights"),
+    "every mode": lambda e: [row["model"].update(weights=OTHER) for row in e["rows"]],
+    "one mode": lambda e: e["rows"][1]["model"].update(weights=OTHER),
+    "no digest": lambda e: e["rows"][0]["model"].pop("weights"),
 }
 
 
@@ -62,7 +62,7 @@ def test_an_evaluation_of_other_weights_is_refused(breakable: Converted, name: s
 
 
 def of_divergence(key: str, value: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda found: found["rows"][0]["figures"]["divergence"].update({key: value})
+    return lambda e: e["rows"][0]["figures"]["divergence"].update({key: value})
 
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -77,20 +77,20 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         of_divergence("by_position", [{"first": 0, "stop": 1, "mean": 0.0}] * 65),
         "rows.0.figures.divergence.by_position",
     ),
-    "more than all": (lambda found: found["rows"][0]["figures"].update(top1_agreement=1.5), "top1_agreement is 1.5"),
+    "more than all": (lambda e: e["rows"][0]["figures"].update(top1_agreement=1.5), "top1_agreement is 1.5"),
     "many layers": (
-        lambda found: found["rows"][0].update(layers=[{"relative_error": 0.0, "routing_agreement": None}] * 10_000),
+        lambda e: e["rows"][0].update(layers=[{"relative_error": 0.0, "routing_agreement": None}] * 10_000),
         "rows.0.layers",
     ),
-    "many models": (lambda found: found.update(rows=found["rows"] * 33), "rows is"),
-    "no model": (lambda found: found.update(rows=[]), "measures no model"),
-    "a long token": (lambda found: found["rows"][0]["worst"][0].update(token="x" * 10_001), "rows.0.worst.0.token"),
-    "half a character": (lambda found: found["rows"][0]["worst"][0].update(token="\ud800"), "half of a surrogate pair"),
-    "an unknown field": (lambda found: found.update({"\x1b[31m": 1}), "is unknown"),
-    "a missing field": (lambda found: found.pop("text"), "text is missing"),
-    "a later format": (lambda found: found.update(format=2), "format is 2"),
-    "a kind that is no word": (lambda found: found.update(kind="*"), "kind is '*'"),
-    "not a digest": (lambda found: found["rows"][0]["model"].update(weights="abc"), "rows.0.model.weights is 'abc'"),
+    "many models": (lambda e: e.update(rows=e["rows"] * 33), "rows is"),
+    "no model": (lambda e: e.update(rows=[]), "measures no model"),
+    "a long token": (lambda e: e["rows"][0]["worst"][0].update(token="x" * 10_001), "rows.0.worst.0.token"),
+    "half a character": (lambda e: e["rows"][0]["worst"][0].update(token="\ud800"), "half of a surrogate pair"),
+    "an unknown field": (lambda e: e.update({"\x1b[31m": 1}), "is unknown"),
+    "a missing field": (lambda e: e.pop("text"), "text is missing"),
+    "a later format": (lambda e: e.update(format=2), "format is 2"),
+    "a kind that is no word": (lambda e: e.update(kind="*"), "kind is '*'"),
+    "not a digest": (lambda e: e["rows"][0]["model"].update(weights="abc"), "rows.0.model.weights is 'abc'"),
 }
 
 

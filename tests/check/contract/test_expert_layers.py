@@ -30,17 +30,17 @@ def source_weights(folder: Path) -> Weights:
     return weights
 
 
-def keep(found: Converted, form: str, *, only: str = "", excluded: bool = True) -> None:
+def keep(converted: Converted, form: str, *, only: str = "", excluded: bool = True) -> None:
     """Leave the experts of the layer, or some of them, in a form, and tell engines so."""
-    weights = source_weights(found.source)
-    original = {n: t for shard in read_small(found.source).shards.values() for n, t in shard.items() if LAYER in n}
+    weights = source_weights(converted.source)
+    original = {n: t for shard in read_small(converted.source).shards.values() for n, t in shard.items() if LAYER in n}
     plain = {"BF16": torch.bfloat16, "F32": torch.float32}
 
     def change(name: str, tensor: torch.Tensor) -> Weights | None:
         module, _, parameter = name.rpartition(".")
         if LAYER not in name or only not in name:
             return {name: tensor}
-        if parameter != found.names.weight:
+        if parameter != converted.names.weight:
             return {}
         weight = weights[module]
         if form == "INT4":
@@ -50,13 +50,13 @@ def keep(found: Converted, form: str, *, only: str = "", excluded: bool = True) 
             return {f"{module}.weight": (weight / scale).to(F8), f"{module}.weight_scale": scale}
         return {f"{module}.weight": weight.to(plain[form])}
 
-    tensors(change)(found.folder)
-    pattern = "*layers.1.mlp.experts*" if found.kind.layout == "modelopt" else r"re:.*layers\.1\.mlp\.experts\..*"
+    tensors(change)(converted.folder)
+    pattern = "*layers.1.mlp.experts*" if converted.kind.layout == "modelopt" else r"re:.*layers\.1\.mlp\.experts\..*"
     if excluded:
-        in_both(lambda q, excludes: q[excludes].append(pattern))(found.folder)
+        in_both(lambda q, excludes: q[excludes].append(pattern))(converted.folder)
 
 
-def said(report: ValidationReport, verdict: Verdict) -> str:
+def problems(report: ValidationReport, verdict: Verdict) -> str:
     rules = [rule for rule in report.contract.rules if rule.verdict is verdict]
     return " ".join(f"{o.name} {o.problem}" for rule in rules for o in rule.offenders)
 
@@ -67,25 +67,25 @@ def said(report: ValidationReport, verdict: Verdict) -> str:
 def test_a_layer_of_experts_in_another_form_is_right(
     kind: Kind, form: str, convert: Callable[[Kind], Converted], tmp_path: Path
 ) -> None:
-    found = foreign(convert(kind), tmp_path / "other")
-    keep(found, form)
+    converted = foreign(convert(kind), tmp_path / "other")
+    keep(converted, form)
     for with_source in (False, True):
-        report = validate(found, with_source=with_source)
-        assert report.passed, (said(report, Verdict.FAIL), report.weights)
-        assert ("experts in" in said(report, Verdict.WARN)) is (form in ("FP8", "INT4"))
+        report = validate(converted, with_source=with_source)
+        assert report.passed, (problems(report, Verdict.FAIL), report.weights)
+        assert ("experts in" in problems(report, Verdict.WARN)) is (form in ("FP8", "INT4"))
 
 
-def one_of(found: Converted) -> None:
-    keep(found, "BF16", only="experts.2.")
+def one_of(converted: Converted) -> None:
+    keep(converted, "BF16", only="experts.2.")
 
 
-def not_excluded(found: Converted) -> None:
-    keep(found, "BF16", excluded=False)
+def not_excluded(converted: Converted) -> None:
+    keep(converted, "BF16", excluded=False)
 
 
-def excluded_elsewhere(found: Converted) -> None:
-    keep(found, "BF16")
-    in_both(lambda q, key: q[key].append("*mlp.experts*"))(found.folder)
+def excluded_elsewhere(converted: Converted) -> None:
+    keep(converted, "BF16")
+    in_both(lambda q, key: q[key].append("*mlp.experts*"))(converted.folder)
 
 
 def another(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,44 +94,44 @@ def another(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def wrong_number(found: Converted) -> None:
-    keep(found, "BF16")
-    name = f"{found.expert(1, 2, 'up')}.weight"
-    tensors(lambda n, t: {n: another(t)} if n == name else None)(found.folder)
+def wrong_number(converted: Converted) -> None:
+    keep(converted, "BF16")
+    name = f"{converted.expert(1, 2, 'up')}.weight"
+    tensors(lambda n, t: {n: another(t)} if n == name else None)(converted.folder)
 
 
-def transposed(found: Converted) -> None:
-    keep(found, "BF16")
-    name = f"{found.expert(1, 2, 'up')}.weight"
-    tensors(lambda n, t: {n: t.T.contiguous()} if n == name else None)(found.folder)
+def transposed(converted: Converted) -> None:
+    keep(converted, "BF16")
+    name = f"{converted.expert(1, 2, 'up')}.weight"
+    tensors(lambda n, t: {n: t.T.contiguous()} if n == name else None)(converted.folder)
 
 
-def missing(found: Converted) -> None:
-    keep(found, "BF16")
-    name = f"{found.expert(1, 2, 'up')}.weight"
-    tensors(lambda n, _: {} if n == name else None)(found.folder)
+def missing(converted: Converted) -> None:
+    keep(converted, "BF16")
+    name = f"{converted.expert(1, 2, 'up')}.weight"
+    tensors(lambda n, _: {} if n == name else None)(converted.folder)
 
 
-def one_odd(found: Converted) -> None:
-    keep(found, "BF16")
-    name = f"{found.expert(1, 2, 'up')}.weight"
-    tensors(lambda n, t: {n: t.to(F8)} if n == name else None)(found.folder)
+def one_odd(converted: Converted) -> None:
+    keep(converted, "BF16")
+    name = f"{converted.expert(1, 2, 'up')}.weight"
+    tensors(lambda n, t: {n: t.to(F8)} if n == name else None)(converted.folder)
 
 
-def fp8_not_excluded(found: Converted) -> None:
-    keep(found, "FP8", excluded=False)
+def fp8_not_excluded(converted: Converted) -> None:
+    keep(converted, "FP8", excluded=False)
 
 
-def wrong_scale(found: Converted) -> None:
-    keep(found, "FP8")
-    name = f"{found.expert(1, 2, 'up')}.weight_scale"
-    tensors(lambda n, t: {n: 1.5 * t} if n == name else None)(found.folder)
+def wrong_scale(converted: Converted) -> None:
+    keep(converted, "FP8")
+    name = f"{converted.expert(1, 2, 'up')}.weight_scale"
+    tensors(lambda n, t: {n: 1.5 * t} if n == name else None)(converted.folder)
 
 
-def no_scale(found: Converted) -> None:
-    keep(found, "FP8")
-    name = f"{found.expert(1, 2, 'up')}.weight_scale"
-    tensors(lambda n, _: {} if n == name else None)(found.folder)
+def no_scale(converted: Converted) -> None:
+    keep(converted, "FP8")
+    name = f"{converted.expert(1, 2, 'up')}.weight_scale"
+    tensors(lambda n, _: {} if n == name else None)(converted.folder)
 
 
 FAULTS: dict[str, tuple[Callable[[Converted], None], set[int], str]] = {
@@ -151,20 +151,20 @@ FAULTS: dict[str, tuple[Callable[[Converted], None], set[int], str]] = {
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_such_a_layer_fails(name: str, convert: Callable[[Kind], Converted], tmp_path: Path) -> None:
-    found = foreign(convert(MODELOPT), tmp_path / "other")
+    converted = foreign(convert(MODELOPT), tmp_path / "other")
     change, rules, words = FAULTS[name]
-    change(found)
-    report: Any = validate(found)
+    change(converted)
+    report: Any = validate(converted)
     assert not report.passed
     assert rules <= set(report.contract.failed), report.contract.failed
-    assert words in said(report, Verdict.FAIL)
+    assert words in problems(report, Verdict.FAIL)
     missing = [o for o in report.contract.rules[0].offenders if "missing" in o.problem]
     assert len(missing) <= 9, "only what is not as the rest of its layer"
     if not rules:
-        assert list(report.weights.certificate.mismatches) == [f"{found.expert(1, 2, 'up')}.weight"]
+        assert list(report.weights.certificate.mismatches) == [f"{converted.expert(1, 2, 'up')}.weight"]
 
 
 def test_every_layer_of_an_own_result_is_converted(convert: Callable[[Kind], Converted], tmp_path: Path) -> None:
-    found = copy_of(convert(MODELOPT), tmp_path / "own")
-    keep(found, "BF16")
-    assert {1, 14, 19} <= set(validate(found).contract.failed)
+    converted = copy_of(convert(MODELOPT), tmp_path / "own")
+    keep(converted, "BF16")
+    assert {1, 14, 19} <= set(validate(converted).contract.failed)

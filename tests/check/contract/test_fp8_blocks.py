@@ -50,12 +50,12 @@ def test_a_right_result_passes(blocks: Converted) -> None:
 def test_everything_else_has_the_bytes_of_a_result_without_fp8(
     blocks: Converted, k3_tiny: Path, convert_source: Callable[..., Path]
 ) -> None:
-    found, without = read_small(blocks.folder).tensors(), read_small(convert_source(k3_tiny, rule="mse")).tensors()
-    fp8 = {name for name, tensor in found.items() if ".self_attn." in name and tensor.dtype is torch.float8_e4m3fn}
+    with_fp8, without = read_small(blocks.folder).tensors(), read_small(convert_source(k3_tiny, rule="mse")).tensors()
+    fp8 = {name for name, tensor in with_fp8.items() if ".self_attn." in name and tensor.dtype is torch.float8_e4m3fn}
     assert len(fp8) == 30
     for name in without.keys() - fp8:
-        assert torch.equal(found[name].flatten().view(torch.uint8), without[name].flatten().view(torch.uint8)), name
-    assert found.keys() - without.keys() == {f"{name}_scale" for name in fp8}
+        assert torch.equal(with_fp8[name].flatten().view(torch.uint8), without[name].flatten().view(torch.uint8)), name
+    assert with_fp8.keys() - without.keys() == {f"{name}_scale" for name in fp8}
 
 
 def scaled(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -228,7 +228,7 @@ def as_nvidia_lists(modules: set[str]) -> dict[str, Any]:
     for module in {name for name in modules if ".self_attn." in name}:
         stem, _, last = module.rpartition(".")
         own = {module} | {f"{stem}.{name}" for name, parts in fused.items() if last in parts}
-        layers |= {name: {"quant_algo": "FP8_PB_WO"} for one in own for name in spellings(one)}
+        layers |= {name: {"quant_algo": "FP8_PB_WO"} for own_name in own for name in spellings(own_name)}
     return layers
 
 
@@ -236,16 +236,16 @@ def test_configs_are_those_of_nvidia_s_checkpoint_field_by_field(blocks: Convert
     """The map is NVIDIA's, and config.json is what ModelOpt makes of hf_quant_config.json, but for three fields."""
     stated = json.loads((blocks.folder / "config.json").read_text())
     hf = json.loads((blocks.folder / "hf_quant_config.json").read_text())
-    found = stated["quantization_config"]
+    quantization = stated["quantization_config"]
     quantized = {n.rpartition(".")[0] for n in read_small(blocks.folder).tensors() if n.endswith(".weight_scale")}
-    assert found["quantized_layers"] == as_nvidia_lists(quantized)
+    assert quantization["quantized_layers"] == as_nvidia_lists(quantized)
     assert "quantization_config" not in stated["text_config"]
     modelopt = pytest.importorskip("modelopt.torch.export.convert_hf_config")
     with pytest.warns(UserWarning, match="Unsupported quantization algorithm 'FP8_PB_WO'"):
         wanted = modelopt.convert_hf_quant_config_format(hf)
     own = {"producer", "quant_method", "group_size"}
-    assert {k: v for k, v in found.items() if k not in own} == {k: v for k, v in wanted.items() if k not in own}
-    assert found["quant_method"] == "modelopt_mixed", "as NVIDIA's script sets it"
+    assert {k: v for k, v in quantization.items() if k not in own} == {k: v for k, v in wanted.items() if k not in own}
+    assert quantization["quant_method"] == "modelopt_mixed", "as NVIDIA's script sets it"
     assert hf["quantization"].keys() == {
         "quant_algo", "kv_cache_quant_algo", "group_size", "quantized_layers", "exclude_modules"
     }  # fmt: skip
@@ -286,9 +286,9 @@ def apart(k3_tiny: Path, tmp_path: Path) -> Path:
 
 def test_layers_that_share_scales_may_be_in_different_shards(apart: Path, blocks: Converted, tmp_path: Path) -> None:
     result = convert(apart, tmp_path / "result", **KEYS)
-    found, together = read_small(result).tensors(), read_small(blocks.folder).tensors()
-    assert found.keys() == together.keys()
-    for name, tensor in found.items():
+    separate, together = read_small(result).tensors(), read_small(blocks.folder).tensors()
+    assert separate.keys() == together.keys()
+    for name, tensor in separate.items():
         assert torch.equal(tensor.flatten().view(torch.uint8), together[name].flatten().view(torch.uint8)), name
     report = validate_checkpoint(folder=result, source=open_checkpoint(apart))
     assert report.passed
@@ -324,6 +324,6 @@ def test_a_lost_shard_is_converted_again_to_the_same_bytes(k3_tiny: Path, tmp_pa
 
 
 def test_inspect_says_what_it_is(blocks: Converted, run_cli: RunCli) -> None:
-    found = json.loads(run_cli("inspect", blocks.folder, "--json", code=0).stdout)
-    attention = {entry["form"]: entry["num_tensors"] for entry in found["holdings"] if entry["role"] == "attention"}
+    document = json.loads(run_cli("inspect", blocks.folder, "--json", code=0).stdout)
+    attention = {entry["form"]: entry["num_tensors"] for entry in document["holdings"] if entry["role"] == "attention"}
     assert attention["FP8"] == 60

@@ -52,4 +52,4 @@ def test_its_weight_error_is_larger_than_ours(theirs: Path, convert: Callable[[K
     assert mine.weights.totals()["total"].num_weights == other.weights.totals()["total"].num_weights
     assert mine.weights.totals()["total"].sqnr_db > other.weights.totals()["total"].sqnr_db + 2
     pairs = [(error, other.weights.errors[module]) for module, error in mine.weights.errors.items()]
-    assert sum(one.squared_error < two.squared_error for one, two in pairs) == 36
+    assert sum(error.squared_error < peer.squared_error for error, peer in pairs) == 36

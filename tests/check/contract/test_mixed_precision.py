@@ -55,9 +55,9 @@ def test_experts_have_the_same_bytes_with_and_without_fp8(
 ) -> None:
     with_fp8 = read_small(convert_source(sources["thinking"], rule="mse", **KEYS)).tensors()
     without = read_small(convert_source(sources["thinking"], rule="mse", layout="compressed-tensors")).tensors()
-    kept = {name for name in without if ".experts." in name or "norm" in name or "kv_b" in name or "lm_head" in name}
-    assert len(kept) > 100
-    for name in kept:
+    names = {name for name in without if ".experts." in name or "norm" in name or "kv_b" in name or "lm_head" in name}
+    assert len(names) > 100
+    for name in names:
         assert torch.equal(with_fp8[name].view(torch.uint8), without[name].view(torch.uint8)), name
 
 

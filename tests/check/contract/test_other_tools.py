@@ -114,20 +114,20 @@ def test_a_form_that_engines_load_is_not_called_failed(
     name: str, convert_any: Callable[[Kind], Converted], tmp_path: Path, run_cli: RunCli
 ) -> None:
     form = FORMS[name]
-    found = foreign(convert_any(form.kind), tmp_path / "other")
-    form.make(found.folder)
+    converted = foreign(convert_any(form.kind), tmp_path / "other")
+    form.make(converted.folder)
     for with_source in (False, True):
-        report = validate(found, with_source=with_source)
+        report = validate(converted, with_source=with_source)
         assert report.passed, [
             (rule.number, rule.offenders) for rule in report.contract.rules if rule.verdict is Verdict.FAIL
         ] + [report.weights]
         warned = {rule.number for rule in report.contract.rules if rule.verdict is Verdict.WARN}
         assert warned - {5, 12, 17} == form.warned, [r.offenders for r in report.contract.rules if r.number in warned]
-        said = " ".join(f"{o.name} {o.problem}" for rule in report.contract.rules for o in rule.offenders)
-        assert all(words in said for words in form.words), said
-    shown = run_cli("inspect", found.folder, code=0)
+        problems = " ".join(f"{o.name} {o.problem}" for rule in report.contract.rules for o in rule.offenders)
+        assert all(words in problems for words in form.words), problems
+    shown = run_cli("inspect", converted.folder, code=0)
     assert "NVFP4" in shown.stdout
-    shown = run_cli("validate", found.folder, code=0)
+    shown = run_cli("validate", converted.folder, code=0)
     parser = "kimi_k3" if form.kind.source == "k3" else "kimi_k2"
     if name != "hf_quant_config.json alone":
         assert f"--tool-call-parser {parser}" in shown.stderr
@@ -159,13 +159,13 @@ def test_numbers_that_engines_convert_while_loading_are_compared_after_rounding(
 ) -> None:
     """Neither the rules nor the certificate fails them. Another number fails rule 7, another shape fails both."""
     end, dtype = RECAST[name]
-    found = foreign(convert(MODELOPT), tmp_path / "other")
-    before = validate(found)
-    recast = {name for shard in read_small(found.folder).shards.values() for name in shard if name.endswith(end)}
+    converted = foreign(convert(MODELOPT), tmp_path / "other")
+    before = validate(converted)
+    recast = {name for shard in read_small(converted.folder).shards.values() for name in shard if name.endswith(end)}
     recast = {name for name in recast if ".experts." not in name}
     assert recast
-    tensors(lambda name, t: {name: t.to(dtype)} if name in recast else None)(found.folder)
-    report = validate(found)
+    tensors(lambda name, t: {name: t.to(dtype)} if name in recast else None)(converted.folder)
+    report = validate(converted)
     assert report.passed, [report.contract.failed, report.weights]
     rule = report.contract.rules[6]
     assert (rule.verdict, rule.count) == (Verdict.WARN, len(recast))
@@ -175,12 +175,12 @@ def test_numbers_that_engines_convert_while_loading_are_compared_after_rounding(
     assert report.weights is not None
     assert report.weights.certificate.copies == before.weights.certificate.copies - len(recast)
     last = max(recast)
-    tensors(lambda name, t: {name: another(t)} if name == last else None)(found.folder)
-    report = validate(found)
+    tensors(lambda name, t: {name: another(t)} if name == last else None)(converted.folder)
+    report = validate(converted)
     assert report.contract.failed == [7]
     assert "1 numbers are not the source's" in report.contract.rules[6].offenders[0].problem
-    tensors(lambda name, t: {name: t[1:].clone()} if name in recast else None)(found.folder)
-    report = validate(found)
+    tensors(lambda name, t: {name: t[1:].clone()} if name in recast else None)(converted.folder)
+    report = validate(converted)
     assert 7 in report.contract.failed
     assert report.weights is not None
     assert recast <= report.weights.certificate.mismatches.keys()
@@ -189,10 +189,10 @@ def test_numbers_that_engines_convert_while_loading_are_compared_after_rounding(
 def test_a_config_that_no_engine_has_code_for_is_a_warning(
     convert: Callable[[Kind], Converted], tmp_path: Path
 ) -> None:
-    found = foreign(convert(MODELOPT), tmp_path / "other")
-    damage.edit_config(found.folder, architectures=["LlamaForCausalLM"], tie_word_embeddings=True)
-    damage.edit_json(found.folder / "config.json", lambda c: c["text_config"].update(hidden_act="gelu"))
-    rule = validate(found, with_source=False).contract.rules[8]
+    converted = foreign(convert(MODELOPT), tmp_path / "other")
+    damage.edit_config(converted.folder, architectures=["LlamaForCausalLM"], tie_word_embeddings=True)
+    damage.edit_json(converted.folder / "config.json", lambda c: c["text_config"].update(hidden_act="gelu"))
+    rule = validate(converted, with_source=False).contract.rules[8]
     assert rule.verdict is Verdict.WARN
     assert [offender.name for offender in rule.offenders] == ["architectures", "hidden_act", "tie_word_embeddings"]
     assert "under KimiK25ForConditionalGeneration" in rule.offenders[0].problem
@@ -215,12 +215,12 @@ SCALES = {
 def test_scales_of_a_cache_are_judged_as_engines_use_them(
     dtype: torch.dtype, convert: Callable[[Kind], Converted], tmp_path: Path
 ) -> None:
-    found = foreign(convert(MODELOPT), tmp_path / "other")
-    kv_scales("{0}_scale")(found.folder)
+    converted = foreign(convert(MODELOPT), tmp_path / "other")
+    kv_scales("{0}_scale")(converted.folder)
     for k, v, verdict, words in SCALES.values():
         new = {"k_scale": torch.tensor(k, dtype=dtype), "v_scale": torch.tensor(v, dtype=dtype)}
-        tensors(lambda name, _: {name: new[end]} if (end := name.rpartition(".")[2]) in new else None)(found.folder)  # noqa: B023 - called here
-        rule = validate(found, with_source=False).contract.rules[14]
+        tensors(lambda name, _: {name: new[end]} if (end := name.rpartition(".")[2]) in new else None)(converted.folder)  # noqa: B023 - called here
+        rule = validate(converted, with_source=False).contract.rules[14]
         assert rule.verdict is verdict, (k, v)
         assert words in " ".join(o.problem for o in rule.offenders), (k, v)
 
@@ -289,11 +289,11 @@ CONTROLLED = [
 def test_a_fault_in_such_a_form_still_fails(
     form: str, name: str, convert_any: Callable[[Kind], Converted], tmp_path: Path
 ) -> None:
-    found = foreign(convert_any(FORMS[form].kind), tmp_path / "other")
-    FORMS[form].make(found.folder)
+    converted = foreign(convert_any(FORMS[form].kind), tmp_path / "other")
+    FORMS[form].make(converted.folder)
     change, rules = CONTROLS[name]
-    change(found.folder)
-    report = validate(found)
+    change(converted.folder)
+    report = validate(converted)
     assert not report.passed
     assert rules <= set(report.contract.failed), report.contract.failed
 
@@ -325,11 +325,11 @@ FP8_FAULTS: dict[str, tuple[Change, set[int]]] = {
 def test_wrong_fp8_weights_of_other_tools_fail(
     form: str, fault: str, convert_any: Callable[[Kind], Converted], tmp_path: Path
 ) -> None:
-    found = foreign(convert_any(FORMS[form].kind), tmp_path / "other")
-    FORMS[form].make(found.folder)
+    converted = foreign(convert_any(FORMS[form].kind), tmp_path / "other")
+    FORMS[form].make(converted.folder)
     change, rules = FP8_FAULTS[fault]
-    change(found.folder)
-    report = validate(found)
+    change(converted.folder)
+    report = validate(converted)
     assert rules <= set(report.contract.failed), report.contract.failed
 
 
@@ -354,10 +354,10 @@ def scales_in_bf16(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] |
 def test_other_fp8_weights_are_compared_with_the_source(
     make: Any, convert: Callable[[Kind], Converted], tmp_path: Path
 ) -> None:
-    found = foreign(convert(MODELOPT), tmp_path / "other")
-    tensors(make)(found.folder)
-    in_both(lambda q, key: q.update({key: [entry for entry in q[key] if "self_attn" not in entry]}))(found.folder)
-    report = validate(found)
+    converted = foreign(convert(MODELOPT), tmp_path / "other")
+    tensors(make)(converted.folder)
+    in_both(lambda q, key: q.update({key: [entry for entry in q[key] if "self_attn" not in entry]}))(converted.folder)
+    report = validate(converted)
     assert report.passed, [(r.number, r.offenders) for r in report.contract.rules if r.verdict is Verdict.FAIL]
     assert report.weights is not None
     assert {"attention", "experts"} == {*report.weights.roles.values()}
@@ -380,8 +380,8 @@ def test_other_fp8_weights_are_compared_with_the_source(
 def test_what_the_rules_are_not_about_is_not_checked(
     change: Change, words: str, convert: Callable[[Kind], Converted], tmp_path: Path
 ) -> None:
-    found = foreign(convert(MODELOPT), tmp_path / "other")
-    change(found.folder)
+    converted = foreign(convert(MODELOPT), tmp_path / "other")
+    change(converted.folder)
     with pytest.raises(CheckpointError, match="was not checked: ") as raised:
-        validate(found, with_source=False)
+        validate(converted, with_source=False)
     assert words in str(raised.value)

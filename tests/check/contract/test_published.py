@@ -25,7 +25,7 @@ READERS: dict[str, Matcher] = ENGINES | {"TensorRT-LLM, 2026": tensorrt_llm_subt
 WITH_MLP = "Kimi-K2.5-NVFP4"  # shared experts and the dense layer are NVFP4 too
 
 
-def kept(name: str, reader: str) -> dict[str, bool]:
+def exclusions(name: str, reader: str) -> dict[str, bool]:
     """Every module of the whole model as the engine names it, and whether the engine keeps it in BF16."""
     engine = reader.partition(",")[0]
     entries = published_list(name)
@@ -36,13 +36,13 @@ def kept(name: str, reader: str) -> dict[str, bool]:
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_list_leaves_every_engine_with_the_same_modules(name: str, reader: str) -> None:
-    found = kept(name, reader)
-    for module, is_kept in found.items():
+    modules = exclusions(name, reader)
+    for module, is_kept in modules.items():
         is_mlp = ".mlp.shared_experts." in module or ".layers.0.mlp." in module
         is_converted = ".mlp.experts" in module or (is_mlp and name == WITH_MLP)
         is_router = module.endswith(".mlp.gate")  # no published list names the routers
         assert is_kept != (is_converted or is_router), module
-    assert sum(module.endswith(".mlp.gate") for module in found) == 60
+    assert sum(module.endswith(".mlp.gate") for module in modules) == 60
 
 
 @pytest.mark.parametrize("path", sorted(PUBLISHED_CONFIGS.glob("*_config.json")), ids=lambda path: path.stem)
@@ -90,8 +90,8 @@ def test_a_quantized_router_still_fails(multimodal: Converted) -> None:
     module = f"{multimodal.layers}.1.mlp.gate"
     change_tensor(multimodal, f"{module}.weight", lambda t: t.to(torch.float8_e4m3fn))
     for report in (multimodal.check(), check(multimodal.folder)):
-        found = [offender.name for rule in report.rules if rule.verdict is Verdict.FAIL for offender in rule.offenders]
-        assert any(name.startswith(module) for name in found), found
+        names = [offender.name for rule in report.rules if rule.verdict is Verdict.FAIL for offender in rule.offenders]
+        assert any(name.startswith(module) for name in names), names
 
 
 def publish_as(converted: Converted, name: str) -> None:
@@ -121,8 +121,8 @@ def release(
     """A checkpoint as NVIDIA publishes it: ModelOpt's layout and rule, its configs, no ledger."""
     kind = Kind("modelopt", "k2.5", "w4a4")
     more = {"roles": ["experts", "shared_experts", "dense_mlp"]} if request.param == WITH_MLP else {}
-    made = convert_source(sources["k2.5"], **kind.recipe, **more)
-    copied = copy_of(Converted(kind, made, sources["k2.5"]), tmp_path / "release")
+    folder = convert_source(sources["k2.5"], **kind.recipe, **more)
+    copied = copy_of(Converted(kind, folder, sources["k2.5"]), tmp_path / "release")
     publish_as(copied, request.param)
     return copied
 

@@ -66,9 +66,9 @@ def added(entry: str) -> Fault:
     return excludes(lambda entries: [*entries, entry])
 
 
-ONE = ("modelopt",)
+MODELOPT = ("modelopt",)
 OTHER = ("packed",)
-BOTH = ONE + OTHER
+BOTH = MODELOPT + OTHER
 FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 FP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 LANGUAGE = ("self_attn", "shared_experts", "lm_head", "layers.0.mlp")
@@ -84,9 +84,9 @@ FAULTS: list[tuple[int, tuple[str, ...], str, Fault]] = [
     (11, BOTH, "activations.num_bits", activations(num_bits=8)),
     (11, BOTH, "targets", group(lambda g: g.update(targets=[]))),
     (11, BOTH, "quant_method", quantization(lambda q: q.update(quant_method="fp8"))),
-    (11, ONE, "quant_algo", quantization(lambda q: q.update(quant_algo="W4A16_NVFP4"))),
-    (11, ONE, "group_size", quantization(lambda q: q.pop("group_size"))),
-    (11, ONE, "group_size", quantization(lambda q: q.update(group_size="16"))),
+    (11, MODELOPT, "quant_algo", quantization(lambda q: q.update(quant_algo="W4A16_NVFP4"))),
+    (11, MODELOPT, "group_size", quantization(lambda q: q.pop("group_size"))),
+    (11, MODELOPT, "group_size", quantization(lambda q: q.update(group_size="16"))),
     (11, OTHER, "format", quantization(lambda q: q.update(format="pack-quantized"))),
     (11, OTHER, "weights.strategy", weights(strategy="group")),
     (11, OTHER, "weights.symmetric", weights(symmetric=False)),
@@ -100,39 +100,39 @@ FAULTS: list[tuple[int, tuple[str, ...], str, Fault]] = [
     (12, BOTH, "rope_theta", text(lambda c: c.update(rope_theta=50000))),  # another type
     (12, BOTH, "routed_scaling_factor", text(lambda c: c.pop("routed_scaling_factor"))),
     (12, BOTH, "torch_dtype", config(lambda c: c.update(torch_dtype="float16"))),
-    (13, ONE, "producer.name", beside(lambda d: d["producer"].update(name="k2convert"))),
-    (13, ONE, "producer.name", beside(lambda d: d.pop("producer"))),
-    (13, ONE, "quantization.quant_algo", beside(lambda d: d["quantization"].update(quant_algo="FP8"))),
-    (13, ONE, "quantization.group_size", beside(lambda d: d["quantization"].update(group_size=32))),
-    (13, ONE, "quantization.kv_cache_quant_algo", beside(lambda d: d["quantization"].pop("kv_cache_quant_algo"))),
-    (13, ONE, "kv_cache_quant_algo", beside(lambda d: d["quantization"].update(kv_cache_quant_algo="FP8"))),
-    (13, ONE, "quantization.exclude_modules", beside(lambda d: d["quantization"].pop("exclude_modules"))),
-    (13, ONE, "quantization.exclude_modules", beside(lambda d: d["quantization"]["exclude_modules"].pop(0))),
-    (13, ONE, "hf_quant_config.json", lambda c: (c.folder / "hf_quant_config.json").unlink()),
+    (13, MODELOPT, "producer.name", beside(lambda d: d["producer"].update(name="k2convert"))),
+    (13, MODELOPT, "producer.name", beside(lambda d: d.pop("producer"))),
+    (13, MODELOPT, "quantization.quant_algo", beside(lambda d: d["quantization"].update(quant_algo="FP8"))),
+    (13, MODELOPT, "quantization.group_size", beside(lambda d: d["quantization"].update(group_size=32))),
+    (13, MODELOPT, "quantization.kv_cache_quant_algo", beside(lambda d: d["quantization"].pop("kv_cache_quant_algo"))),
+    (13, MODELOPT, "kv_cache_quant_algo", beside(lambda d: d["quantization"].update(kv_cache_quant_algo="FP8"))),
+    (13, MODELOPT, "quantization.exclude_modules", beside(lambda d: d["quantization"].pop("exclude_modules"))),
+    (13, MODELOPT, "quantization.exclude_modules", beside(lambda d: d["quantization"]["exclude_modules"].pop(0))),
+    (13, MODELOPT, "hf_quant_config.json", lambda c: (c.folder / "hf_quant_config.json").unlink()),
     (13, OTHER, "hf_quant_config.json", lambda c: (c.folder / "hf_quant_config.json").write_text("{}")),
     (11, ("weight_only",), "input_activations", group(lambda g: g.update(input_activations=FP4))),
     (14, BOTH, "BF16", quantization(lambda q: q.pop("ignore"))),
     *((14, BOTH, "BF16", without(part)) for part in LANGUAGE),
     *((14, OTHER, "BF16", without(part)) for part in ("vision_tower", "mm_projector")),
-    *((14, ONE, entry, added(entry)) for entry in ("*mlp*", "*layers.1*", "*experts*", "re:.*self_attn.*")),
-    (14, ONE, "experts.2.up_proj", added("model.layers.1.mlp.experts.2.up_proj")),
+    *((14, MODELOPT, entry, added(entry)) for entry in ("*mlp*", "*layers.1*", "*experts*", "re:.*self_attn.*")),
+    (14, MODELOPT, "experts.2.up_proj", added("model.layers.1.mlp.experts.2.up_proj")),
     *((14, OTHER, e, added(e)) for e in ("re:.*mlp.*", "re:.*experts\\.3\\.up_proj", "re:.*layers\\.1\\.")),
     (14, OTHER, "BF16", excludes(lambda entries: [e if "self_attn" not in e else "*self_attn*" for e in entries])),
-    (14, ONE, "BF16", quantization(lambda q: q["ignore"].remove("*lm_head*"))),
+    (14, MODELOPT, "BF16", quantization(lambda q: q["ignore"].remove("*lm_head*"))),
     (15, BOTH, "kv_cache_scheme", quantization(lambda q: q.update(kv_cache_scheme=FP8))),
 ]
 
 
 @pytest.mark.parametrize(
-    ("rule", "layout", "place", "fault"),
-    [(rule, layout, place, fault) for rule, layouts, place, fault in FAULTS for layout in layouts],
+    ("rule", "layout", "words", "fault"),
+    [(rule, layout, words, fault) for rule, layouts, words, fault in FAULTS for layout in layouts],
 )
-def test_a_fault_is_found(rule: int, layout: str, place: str, fault: Fault, request: pytest.FixtureRequest) -> None:
+def test_a_fault_is_found(rule: int, layout: str, words: str, fault: Fault, request: pytest.FixtureRequest) -> None:
     converted: Converted = request.getfixturevalue(layout)
     fault(converted)
-    found = only(converted.check(), rule)
-    assert place in found.offenders[0].name or place in found.offenders[0].problem
-    assert rule != 12 or found.count == 1
+    result = only(converted.check(), rule)
+    assert words in result.offenders[0].name or words in result.offenders[0].problem
+    assert rule != 12 or result.count == 1
 
 
 def test_rule_11_block_scales_of_activations_that_transformers_would_not_round(packed: Converted) -> None:

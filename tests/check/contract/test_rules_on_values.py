@@ -61,9 +61,9 @@ FAULTS: list[tuple[int, str, Apply, int, str]] = [
 @pytest.mark.parametrize(
     ("breakable", "number", "tensor", "apply", "count", "words"),
     [
-        pytest.param(kind, *fault, marks=[pytest.mark.slow] if (number + place) % 2 else [])
+        pytest.param(kind, *fault, marks=[pytest.mark.slow] if (number + index) % 2 else [])
         for number, fault in enumerate(FAULTS)
-        for place, kind in enumerate((GOOD[0], GOOD[-1]))
+        for index, kind in enumerate((GOOD[0], GOOD[-1]))
     ],
     indirect=["breakable"],
 )
@@ -185,8 +185,7 @@ def test_rule_10_tensor_parallel_sizes_named_on_the_card(
     breakable: Converted, flag: str, verdict: Verdict | None
 ) -> None:
     (breakable.folder / "README.md").write_text(f"# A model\n\n    vllm serve here {flag} --trust-remote-code\n")
-    found = verdicts(breakable.check())
-    assert {n: v for n, v in found.items() if n != 5} == ({10: verdict} if verdict else {})
+    assert {n: v for n, v in verdicts(breakable.check()).items() if n != 5} == ({10: verdict} if verdict else {})
 
 
 def test_rule_10_hidden_size(breakable: Converted) -> None:

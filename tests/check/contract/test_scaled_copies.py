@@ -31,14 +31,14 @@ Convert = Callable[..., Path]
 @pytest.fixture(scope="module")
 def convert(cut: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Convert:
     """Convert the small checkpoint by rule gptq, once for each set of options. Read it only."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def run(**options: Any) -> Path:
         key = repr(sorted(options.items()))
-        if key not in made:
+        if key not in folders:
             folder = tmp_path_factory.mktemp("smoothed") / "out"
-            made[key] = conversions.convert(cut, folder, text=conversions.text_of(cut, [text]), **options)
-        return made[key]
+            folders[key] = conversions.convert(cut, folder, text=conversions.text_of(cut, [text]), **options)
+        return folders[key]
 
     return run
 
@@ -110,9 +110,9 @@ def test_k25_with_an_fp32_router_keeps_all_rules(cut: Path, text: Path, tmp_path
 def test_layers_get_the_scaled_input(cut: Path, convert: Convert) -> None:
     """The shared experts are BF16: scaled columns and a scaled input give their output without any error."""
     request = LayersRequest((1,), None, tokens=32)
-    found = validate(convert(), cut, layers=request).layers
-    assert found is not None
-    (layer,) = found.layers
+    report = validate(convert(), cut, layers=request).layers
+    assert report is not None
+    (layer,) = report.layers
     assert next(e for e in layer.errors if e.variant == "converted").shared_experts_sqnr_db == float("inf")
 
 

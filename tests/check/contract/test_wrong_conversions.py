@@ -80,8 +80,8 @@ def one_code(packed: torch.Tensor) -> torch.Tensor:
 
 
 def one_sign(packed: torch.Tensor) -> torch.Tensor:
-    place = int((packed.view(-1) & 7).nonzero()[0])
-    return set_byte(packed, place, int(packed.view(-1)[place]) ^ 0x08)
+    index = int((packed.view(-1) & 7).nonzero()[0])
+    return set_byte(packed, index, int(packed.view(-1)[index]) ^ 0x08)
 
 
 def row_of_zeros(packed: torch.Tensor) -> torch.Tensor:
@@ -102,18 +102,20 @@ def row_of_zeros(packed: torch.Tensor) -> torch.Tensor:
 def test_scales_and_codes_that_are_not_best(converted: Converted, parameter: str, apply: Change, words: str) -> None:
     module = converted.expert(3, 2, "gate")
     change_tensor(converted, f"{module}.{getattr(converted.names, parameter)}", apply)
-    found = found_by_certificate_alone(converted)
-    assert list(found) == [module]
-    assert re.search(words, found[module])
+    mismatches = found_by_certificate_alone(converted)
+    assert list(mismatches) == [module]
+    assert re.search(words, mismatches[module])
 
 
 def test_a_global_scale_one_step_of_fp32_away(converted: Converted) -> None:
     modules = [converted.expert(1, 1, projection) for projection in ("gate", "up")]
     for module in modules:
         change_tensor(converted, f"{module}.{converted.names.global_scale}", next_number)
-    found = found_by_certificate_alone(converted)
-    assert sorted(found) == modules
-    assert all(converted.names.global_scale in problem and "the rule gives" in problem for problem in found.values())
+    mismatches = found_by_certificate_alone(converted)
+    assert sorted(mismatches) == modules
+    assert all(
+        converted.names.global_scale in problem and "the rule gives" in problem for problem in mismatches.values()
+    )
 
 
 @pytest.mark.quick(4)
@@ -141,16 +143,16 @@ def test_totals_of_the_ledger_that_are_not_measured(mse: Converted, key: str, ch
     damage.edit_json(mse.folder / "k2convert.json", edit)
     report = validate(mse)
     assert report.contract.failed == [19]
-    found = {offender.name.rpartition(" ")[2]: offender.problem for offender in report.contract.rules[18].offenders}
+    problems = {offender.name.rpartition(" ")[2]: offender.problem for offender in report.contract.rules[18].offenders}
     for name, (stated, measured) in figures.items():
-        problem = next(problem for place, problem in found.items() if place.startswith(name))
+        problem = next(problem for field, problem in problems.items() if field.startswith(name))
         assert not key.startswith("num") or problem == f"{stated}, but {measured} was measured"
 
 
 def test_totals_that_are_missing(mse: Converted) -> None:
-    found = validation_document(validate(mse))["weights"]
-    assert found["verdicts"] == {"certificate": "pass", "journal": "skipped"}
-    assert found["certificate"]["tensors"] == 36
+    weights = validation_document(validate(mse))["weights"]
+    assert weights["verdicts"] == {"certificate": "pass", "journal": "skipped"}
+    assert weights["certificate"]["tensors"] == 36
     damage.edit_json(mse.folder / "k2convert.json", lambda ledger: ledger["totals"].pop("experts"))
     rule = validate(mse).contract.rules[18]
     assert [offender.name for offender in rule.offenders] == ["k2convert.json: totals.experts"]
@@ -169,10 +171,10 @@ def test_an_unknown_rule(mse: Converted, edit: Callable[[dict[str, Any]], Any] |
         (mse.folder / "k2convert.json").unlink()
     else:
         damage.edit_json(mse.folder / "k2convert.json", edit)
-    found = validation_document(validate(mse))["weights"]
-    assert found["verdicts"]["certificate"] == "pass"
-    assert (found["certificate"]["rule"], found["certificate"]["tensors"]) == (None, 36)
-    assert reason in found["certificate"]["skip_reason"]
+    weights = validation_document(validate(mse))["weights"]
+    assert weights["verdicts"]["certificate"] == "pass"
+    assert (weights["certificate"]["rule"], weights["certificate"]["tensors"]) == (None, 36)
+    assert reason in weights["certificate"]["skip_reason"]
     damage.edit_tensor(mse.folder, f"{mse.expert(3, 2, 'gate')}.{mse.names.weight}", row_of_zeros)
     assert list(validate(mse).weights.certificate.mismatches) == [mse.expert(3, 2, "gate")]
 

@@ -95,9 +95,9 @@ def test_an_expert_that_no_token_chose_cannot_hide(tiny: Path, mse: Path, tmp_pa
     assert layer.num_reached == 4
     for number in (0, 6, 11, 15):
         folder = damaged(mse, tmp_path / str(number), expert(2, number, "weight_scale_2"), torch.zeros_like)
-        (found,) = check(tiny, folder, tokens=1).layers
-        assert found.error(Variant.CONVERTED).worst_expert == number
-        assert found.failures
+        (layer,) = check(tiny, folder, tokens=1).layers
+        assert layer.error(Variant.CONVERTED).worst_expert == number
+        assert layer.failures
 
 
 def test_a_tighter_budget_fails_the_same_layer(tiny: Path, by_max: Path) -> None:
@@ -142,14 +142,14 @@ def test_pruned_checkpoints_are_checked_by_their_own_counts(reap: Path, convert_
 
 
 def test_progress_counts_experts(tiny: Path, by_max: Path) -> None:
-    seen: list[tuple[int, int, int]] = []
+    calls: list[tuple[int, int, int]] = []
 
     class Listener:
         def experts_computed(self, layer: int, done: int, total: int) -> None:
-            seen.append((layer, done, total))
+            calls.append((layer, done, total))
 
     check(tiny, by_max, layers=(1, 3), events=Listener())
-    assert seen == [(layer, done, 16) for layer in (1, 3) for done in range(1, 17)]
+    assert calls == [(layer, done, 16) for layer in (1, 3) for done in range(1, 17)]
 
 
 def test_what_cannot_be_computed_is_refused(tiny: Path, by_max: Path, reap: Path, tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ def test_the_states_are_those_of_transformers(tiny: Path) -> None:
     expected = [states.flatten(0, 1) for states in transformers_states(tiny, torch.as_tensor(ids)).inputs]
     counts = Display(Extent({"check": (1, 0)}, num_experts=100))
     with closing(WeightReader(open_checkpoint(tiny))) as reader:
-        found = [(layer, x) for layer, _, x, _ in layers_on_text(reader, ids, (3, 1), events=counts)]
-    assert [layer for layer, _ in found] == [1, 3]
-    for layer, states in found:
+        actual = [(layer, x) for layer, _, x, _ in layers_on_text(reader, ids, (3, 1), events=counts)]
+    assert [layer for layer, _ in actual] == [1, 3]
+    for layer, states in actual:
         assert torch.allclose(states, expected[layer], rtol=1e-4, atol=2e-6 * float(expected[layer].abs().max()))
     assert counts.meters["layers"].done == 2 * 16, "the experts of layers 1 and 2; layer 3's are the check's"
 

@@ -58,8 +58,8 @@ def test_scaling_every_bf16_number_is_exact_or_refused() -> None:
         with np.errstate(over="ignore", invalid="ignore"):
             rounded = wanted.astype(np.float32)
         exact = np.isfinite(wanted) & (rounded == wanted) & (rounded.view(np.uint32) & 0xFFFF == 0)
-        found = scale_bits(bits[exact], np.array(exponent, dtype=np.int8), name="norm")
-        assert np.array_equal(found, (rounded.view(np.uint32) >> 16)[exact])
+        scaled = scale_bits(bits[exact], np.array(exponent, dtype=np.int8), name="norm")
+        assert np.array_equal(scaled, (rounded.view(np.uint32) >> 16)[exact])
         for refused in bits[~exact][:: max(1, int((~exact).sum()) // 20)]:
             with pytest.raises(FormatError, match="norm: 1 of 1 numbers"):
                 scale_bits(np.array([refused]), np.array([exponent], dtype=np.int8), name="norm")

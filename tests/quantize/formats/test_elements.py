@@ -29,7 +29,7 @@ from k2convert.quantize.formats.nvfp4 import (
 )
 
 ALL_BYTES = np.arange(256, dtype=np.uint8)
-ONE = np.float32(1)
+UNIT = np.float32(1)
 
 
 def test_the_value_tables_say_what_the_format_says() -> None:
@@ -40,13 +40,13 @@ def test_the_value_tables_say_what_the_format_says() -> None:
 
 def test_ties_go_to_the_even_code_and_large_values_saturate() -> None:
     values = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0, 1e30], dtype=np.float32)
-    assert nearest_code(values, ONE).tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7, 7]
+    assert nearest_code(values, UNIT).tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7, 7]
 
 
 def test_rounding_equals_modelopt_on_a_dense_grid() -> None:
     values = torch.linspace(-7, 7, 28_001)
     theirs = NVFP4QTensor._cast_fp4(values.clone()).numpy()
-    ours = nearest_code(np.abs(values.numpy()), ONE) | ((values.numpy() < 0).astype(np.uint8) << 3)
+    ours = nearest_code(np.abs(values.numpy()), UNIT) | ((values.numpy() < 0).astype(np.uint8) << 3)
     assert np.array_equal(ours, theirs)
 
 

@@ -104,13 +104,13 @@ def test_values_that_are_not_finite_are_refused(bits: int) -> None:
 def test_figures_are_those_of_the_decoded_values() -> None:
     bits = edges()[3:]
     weight = quantize_fp8(bits, name="weight")
-    found = measure_fp8(bits, weight)
+    figures = measure_fp8(bits, weight)
     exact = in_torch(bits).double().numpy()
     error = decode_fp8(weight, slice(None)) - exact
-    assert found.num_weights == bits.size
-    assert found.energy == pytest.approx((exact**2).sum(), rel=1e-12)
-    assert found.squared_error == pytest.approx((error**2).sum(), rel=1e-12)
-    assert (found.num_nonzero, found.equal_nonzero) == (
+    assert figures.num_weights == bits.size
+    assert figures.energy == pytest.approx((exact**2).sum(), rel=1e-12)
+    assert figures.squared_error == pytest.approx((error**2).sum(), rel=1e-12)
+    assert (figures.num_nonzero, figures.equal_nonzero) == (
         np.count_nonzero(exact),
         np.count_nonzero((error == 0) & (exact != 0)),
     )
@@ -174,17 +174,17 @@ def test_modelopt_quantizes_to_the_same_codes_under_these_scales() -> None:
     bits = bf16_bits(np.random.default_rng(3).standard_normal((300, 256)).astype(np.float32))
     weight = quantize_fp8_blocks(bits, name="weight")
     values = in_torch(bits).float()
-    found, scales = qtensor.FP8QTensor.quantize(values, block_sizes={-2: 128, -1: 128})
+    quantized, scales = qtensor.FP8QTensor.quantize(values, block_sizes={-2: 128, -1: 128})
     assert np.array_equal(weight.scales, torch.exp2(torch.ceil(torch.log2(scales))).numpy())
-    found, _ = qtensor.FP8QTensor.quantize(values, torch.from_numpy(weight.scales), block_sizes={-2: 128, -1: 128})
-    assert np.array_equal(weight.codes, found._quantized_data.view(torch.uint8).numpy())
+    quantized, _ = qtensor.FP8QTensor.quantize(values, torch.from_numpy(weight.scales), block_sizes={-2: 128, -1: 128})
+    assert np.array_equal(weight.codes, quantized._quantized_data.view(torch.uint8).numpy())
 
 
 def test_partners_have_the_scales_of_both() -> None:
     first, second = (bf16_bits(factor * blocks) for factor, blocks in zip((1, 20), _two(), strict=True))
     amax = np.concatenate([block_amax(bits, name="both") for bits in (first, second)]).max(axis=0)
-    one, other = (quantize_fp8_blocks(bits, name="each", shared=amax) for bits in (first, second))
-    rows = {tuple(row) for row in (*one.scales, *other.scales)}
+    left, right = (quantize_fp8_blocks(bits, name="each", shared=amax) for bits in (first, second))
+    rows = {tuple(row) for row in (*left.scales, *right.scales)}
     alone = [quantize_fp8_blocks(bits, name="alone").scales.max(axis=0) for bits in (first, second)]
     assert rows == {tuple(np.maximum(*alone))}
 
@@ -227,17 +227,17 @@ def test_the_kernel_measures_what_the_decoder_gives(rows: int, columns: int, sca
     bits = bf16_bits(decoded.astype(np.float32))  # some are equal
     bits[:, ::5] = 0x8000
     exact = in_torch(bits).double().numpy() if bits.size else np.zeros(bits.shape)
-    found = measure_fp8(bits, weight)
-    assert found.energy == pytest.approx((exact**2).sum(), rel=1e-12)
-    assert found.squared_error == pytest.approx(((decoded - exact) ** 2).sum(), rel=1e-12)
-    assert found.num_nonzero == np.count_nonzero(exact)
-    assert found.equal_nonzero == np.count_nonzero((exact == decoded) & (exact != 0))
+    figures = measure_fp8(bits, weight)
+    assert figures.energy == pytest.approx((exact**2).sum(), rel=1e-12)
+    assert figures.squared_error == pytest.approx(((decoded - exact) ** 2).sum(), rel=1e-12)
+    assert figures.num_nonzero == np.count_nonzero(exact)
+    assert figures.equal_nonzero == np.count_nonzero((exact == decoded) & (exact != 0))
 
 
-@pytest.mark.parametrize("place", ["code", "scale"])
-def test_damage_has_no_error_that_is_a_number(place: str) -> None:
+@pytest.mark.parametrize("part", ["code", "scale"])
+def test_damage_has_no_error_that_is_a_number(part: str) -> None:
     weight = any_bytes(4, 128, (4, 1))
-    if place == "code":
+    if part == "code":
         weight.codes[2, 100] = 0xFF
     else:
         weight.scales[2] = np.inf

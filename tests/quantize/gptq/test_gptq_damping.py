@@ -34,11 +34,11 @@ def held_out_loss(inputs: torch.Tensor, damping: float | None) -> float:
     target = weights(256, COLUMNS)[::4]
     halves = [inputs[half::2].double().numpy() for half in (0, 1)]
     total = 0.0
-    for seen, unseen in (halves, halves[::-1]):
-        matrix = torch.as_tensor(seen.T @ seen / len(seen)).float()
+    for fitted, held_out in (halves, halves[::-1]):
+        matrix = torch.as_tensor(fitted.T @ fitted / len(fitted)).float()
         hessian = identity_hessian(COLUMNS, device="cpu") if damping is None else damp_hessian(matrix, damping)
         codes = round_gptq(target, UNIT, hessian, kernel_for("cpu"), sweeps=0).weight()
-        total += losses(target, codes, torch.as_tensor(unseen.T @ unseen / len(unseen))).sum()
+        total += losses(target, codes, torch.as_tensor(held_out.T @ held_out / len(held_out))).sum()
     return total
 
 
@@ -51,9 +51,9 @@ def test_few_and_many_tokens_need_no_trial(tokens: int, expected: float | None) 
 def test_damping_is_the_one_that_loses_least_on_the_other_half(tokens: int) -> None:
     inputs = correlated(tokens, COLUMNS, seed=3)
     by_choice = {choice: held_out_loss(inputs, choice) for choice in (*DAMPINGS, None)}
-    found = choose(moments_of(inputs))
-    assert by_choice[found] <= min(by_choice.values()) * (1 + 1e-4)
-    assert found is not None, "these inputs are easy"
+    damping = choose(moments_of(inputs))
+    assert by_choice[damping] <= min(by_choice.values()) * (1 + 1e-4)
+    assert damping is not None, "these inputs are easy"
 
 
 def test_more_tokens_earn_more_trust() -> None:
@@ -104,22 +104,22 @@ def test_scale_of_the_form_does_not_matter(scale: float) -> None:
 
 
 def test_singular_hessians_have_factors() -> None:
-    one = correlated(1, 160).expand(600, -1)
+    repeated = correlated(1, 160).expand(600, -1)
     silent = correlated(600, 160)
     silent[:, 40:60] = 0
     only_one = torch.zeros(10, 160)
     only_one[:, 3] = 1.0
-    for inputs in (one, silent, only_one, correlated(3, 160)):
+    for inputs in (repeated, silent, only_one, correlated(3, 160)):
         assert_factors_are_right(damp_hessian(form_of(inputs), 0.0))
 
 
 def test_nothing_measured_counts_every_column_the_same() -> None:
     for matrix in (torch.zeros(32, 32), torch.full((32, 32), torch.nan)):
-        found = damp_hessian(matrix, 0.5)
+        hessian = damp_hessian(matrix, 0.5)
         even = identity_hessian(32, device="cpu")
-        assert torch.equal(found.matrix, torch.eye(32))
-        assert torch.equal(found.factor, even.factor)
-        assert torch.equal(found.block_factors, even.block_factors)
+        assert torch.equal(hessian.matrix, torch.eye(32))
+        assert torch.equal(hessian.factor, even.factor)
+        assert torch.equal(hessian.block_factors, even.block_factors)
 
 
 def test_what_is_no_sum_of_squares_is_damped_or_cut_to_its_diagonal() -> None:

@@ -39,9 +39,9 @@ def correction_of(tokens: Tokens) -> tuple[Tensor | None, float | None]:
     return correct(*moments_of(tokens))
 
 
-def assert_close(found: Tensor, expected: np.ndarray, tolerance: float) -> None:
+def assert_close(actual: Tensor, expected: np.ndarray, tolerance: float) -> None:
     scale = np.abs(expected).max()
-    assert np.abs(found.double().numpy() - expected).max() <= tolerance * scale
+    assert np.abs(actual.double().numpy() - expected).max() <= tolerance * scale
 
 
 def test_second_moments_are_weighted_means_of_all_tokens_and_of_each_half() -> None:
@@ -59,8 +59,8 @@ def test_second_moments_are_weighted_means_of_all_tokens_and_of_each_half() -> N
 def test_correction_equals_a_direct_solve(noise: float, strength: float) -> None:
     tokens = make_tokens(900, 48, 32, noise=noise)
     expected, expected_strength = ridge_target(tokens)
-    correction, found = correction_of(tokens)
-    assert found == expected_strength == strength
+    correction, chosen_strength = correction_of(tokens)
+    assert chosen_strength == expected_strength == strength
     assert correction is not None
     assert_close(correction, expected, 1e-3)
 
@@ -86,8 +86,8 @@ def test_few_tokens_or_one_half_give_no_correction() -> None:
 def test_duplicate_tokens_give_a_finite_correction() -> None:
     tokens = make_tokens(MIN_TOKENS, 16, 8, noise=0.0)
     tokens.inputs[:], tokens.residual[:] = tokens.inputs[0], tokens.residual[0]
-    correction, found = correction_of(tokens)
-    assert found == 0.3
+    correction, strength = correction_of(tokens)
+    assert strength == 0.3
     assert correction is not None
     left = tokens.residual[0] - correction.double().numpy() @ tokens.inputs[0]
     assert np.linalg.norm(left) < 0.1 * np.linalg.norm(tokens.residual[0])
@@ -108,9 +108,9 @@ def test_sums_of_many_outputs_with_random_signs_choose_the_strength_that_all_out
     """Of 2,000 outputs, 512 sums are judged; the correction itself is made for every output."""
     tokens = make_tokens(700, 48, 2000, noise=5.0)
     expected, strength = ridge_target(tokens)
-    correction, found = correction_of(tokens)
+    correction, chosen_strength = correction_of(tokens)
     assert correction is not None
-    assert found == strength
+    assert chosen_strength == strength
     assert_close(correction, expected, 1e-3)
 
 
@@ -127,5 +127,7 @@ def test_workers_change_no_byte_of_matrices_with_many_tiles() -> None:
         assert correction is not None
         assert strength is not None
         results.append([moments.sums, residual.crosses, correction, torch.tensor(strength), hessian.factor])
-    assert all(torch.equal(one, other) for found in results[1:] for one, other in zip(results[0], found, strict=True))
+    assert all(
+        torch.equal(first, other) for tensors in results[1:] for first, other in zip(results[0], tensors, strict=True)
+    )
     assert_close(results[0][0][0] / moments.weights[0], tokens.half(0).hessian, 1e-5)

@@ -67,11 +67,11 @@ def test_a_block_answers_errors_and_takes_the_best_scale(columns: int, block: in
     matrix = hessian.matrix.double().numpy()
     values = dequantize_nvfp4(codes)
     start = 16 * block
-    for row, found, byte in zip(target.double().numpy(), values, codes.block_scales[:, block].tolist(), strict=True):
-        own = compensated(row, found[:start], matrix)[:16]
+    for row, rounded, byte in zip(target.double().numpy(), values, codes.block_scales[:, block].tolist(), strict=True):
+        own = compensated(row, rounded[:start], matrix)[:16]
         by_byte = {int(other): round_block(own, matrix[start:, start:], int(other), UNIT) for other in NORMAL}
         expected, loss = by_byte[byte]
-        assert np.array_equal(found[start : start + 16], expected)
+        assert np.array_equal(rounded[start : start + 16], expected)
         assert loss <= min(by_byte[other][1] for other in tried_bytes(own)) * (1 + 1e-5)
         assert loss <= min(other for _, other in by_byte.values()) * (1 + 1e-5), "no scale further away is better"
 
@@ -81,12 +81,12 @@ def test_sweeps_never_raise_the_loss_of_a_row(columns: int, kernel: RoundingKern
     """With 16 columns the row is one block."""
     hessian = hessian_of(columns)
     target = weights(40, columns)
-    found = [
+    row_losses = [
         losses(target, round_gptq(target, UNIT, hessian, kernel, sweeps=sweeps), hessian.matrix) for sweeps in range(3)
     ]
-    for before, after in pairwise(found):
+    for before, after in pairwise(row_losses):
         assert (after <= before * (1 + 1e-5)).all()
-    assert found[1].sum() < 0.99 * found[0].sum()
+    assert row_losses[1].sum() < 0.99 * row_losses[0].sum()
 
 
 def test_after_many_sweeps_no_single_code_can_be_improved(kernel: RoundingKernel) -> None:
@@ -119,10 +119,10 @@ def test_loss_is_less_than_that_of_mse(kernel: RoundingKernel) -> None:
 def test_an_even_hessian_is_close_to_mse(kernel: RoundingKernel) -> None:
     source, target = bf16_source(64, 160)
     even = identity_hessian(160, device="cpu")
-    found = losses(target, round_gptq(target, UNIT, even, kernel, sweeps=0), even.matrix)
+    gptq = losses(target, round_gptq(target, UNIT, even, kernel, sweeps=0), even.matrix)
     mse = losses(target, quantize_mse(source, UNIT), even.matrix)
-    assert (found >= mse * (1 - 1e-6)).all(), "every scale was tried there"
-    assert found.sum() <= 1.01 * mse.sum()
+    assert (gptq >= mse * (1 - 1e-6)).all(), "every scale was tried there"
+    assert gptq.sum() <= 1.01 * mse.sum()
 
 
 @pytest.mark.quick(1)
@@ -168,20 +168,20 @@ def test_bytes_are_within_the_formats_and_zeros_are_those_of_mse(kernel: Roundin
 def test_threads_do_not_change_the_bytes(rows: int) -> None:
     hessian = hessian_of(160)
     target = weights(rows, 160)
-    one, two, many = (round_gptq(target, UNIT, hessian, kernel_for("cpu", threads)) for threads in (1, 2, 7))
+    single, double, many = (round_gptq(target, UNIT, hessian, kernel_for("cpu", threads)) for threads in (1, 2, 7))
     alone = round_gptq(target[-1:], UNIT, hessian, kernel_for("cpu"))
-    assert_same(one, two)
-    assert_same(one, many)
-    assert_same(Nvfp4Weight(one.packed[-1:], one.block_scales[-1:], UNIT), alone)
+    assert_same(single, double)
+    assert_same(single, many)
+    assert_same(Nvfp4Weight(single.packed[-1:], single.block_scales[-1:], UNIT), alone)
 
 
 def test_kernels_agree(kernel: RoundingKernel) -> None:
     hessian = hessian_of(272)
     target = weights(200, 272)
     expected = round_gptq(target, UNIT, hessian, kernel_for("cpu"))
-    found = round_gptq(target, UNIT, hessian, kernel)
-    assert (unpack_nibbles(found.packed) == unpack_nibbles(expected.packed)).mean() > 0.999
-    both = losses(target, found, hessian.matrix).sum(), losses(target, expected, hessian.matrix).sum()
+    actual = round_gptq(target, UNIT, hessian, kernel)
+    assert (unpack_nibbles(actual.packed) == unpack_nibbles(expected.packed)).mean() > 0.999
+    both = losses(target, actual, hessian.matrix).sum(), losses(target, expected, hessian.matrix).sum()
     assert both[0] == pytest.approx(both[1], rel=1e-4)
 
 

@@ -179,11 +179,11 @@ def record(source: SourceWeight, rule: Rule, seed: int = 0) -> None:
 
 def assert_equal_everywhere(driver: Path, calls: Sequence[Call]) -> None:
     for ours, theirs in LEVELS.items():
-        found = run_on_arm(driver, calls, ours)
-        for place, (call, expected) in enumerate(zip(calls, run_here(calls, theirs), strict=True)):
-            assert found.startswith(expected), f"{ours}: {call[0]}, call {place}"
-            found = found[len(expected) :]
-        assert not found
+        output = run_on_arm(driver, calls, ours)
+        for number, (call, expected) in enumerate(zip(calls, run_here(calls, theirs), strict=True)):
+            assert output.startswith(expected), f"{ours}: {call[0]}, call {number}"
+            output = output[len(expected) :]
+        assert not output
 
 
 def test_int4_weights(driver: Path) -> None:

@@ -139,7 +139,7 @@ ALL_MAKERS: dict[str, Callable[[], SourceWeight]] = MAKERS | {
 
 
 @cache
-def made(maker: str) -> SourceWeight:
+def weight_of(maker: str) -> SourceWeight:
     return ALL_MAKERS[maker]()
 
 
@@ -147,7 +147,7 @@ def made(maker: str) -> SourceWeight:
 @pytest.mark.parametrize("rule", KERNELS)
 @pytest.mark.parametrize("maker", ALL_MAKERS)
 def test_bytes_and_magnitude_equal_rules(maker: str, rule: Rule) -> None:
-    weight = made(maker)
+    weight = weight_of(maker)
     assert measure_magnitude(weight, name="w") == weight.magnitude()
     assert_equals_rules(weight, rule, own_scale(weight, rule))
 
@@ -166,4 +166,4 @@ def test_any_global_scale_equals_rules(rule: Rule, global_scale: float) -> None:
         "trained-minus-eight", "wide-spread", "few-magnitudes", "zeros",
         "bf16-bell", "bf16-outliers", "bf16-short-significands", "bf16-subnormal",
     ):  # fmt: skip
-        assert_equals_rules(made(maker), rule, global_scale)
+        assert_equals_rules(weight_of(maker), rule, global_scale)

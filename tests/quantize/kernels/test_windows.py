@@ -62,10 +62,10 @@ def count_wrong(histograms: NDArray[np.uint8], mantissa: int) -> int:
         sums_M.append(np.stack([NUM_CANDIDATES - 1 - sums[:, ::-1].argmin(axis=1), sums.min(axis=1)]))
     best, least = np.concatenate(sums_M, axis=1)
     expected = best.astype(np.int64) + FIRST_BYTE
-    found = result.weight.block_scales[0].astype(np.int64)[: len(histograms)]
+    actual = result.weight.block_scales[0].astype(np.int64)[: len(histograms)]
     some = histograms.any(axis=1)
     padded_equal = int((np.concatenate([least, least[: -len(histograms) % 8]]) == 0).sum())
-    return int((found != expected)[some].sum()) + abs(result.sums.equal_blocks - padded_equal)
+    return int((actual != expected)[some].sum()) + abs(result.sums.equal_blocks - padded_equal)
 
 
 def test_every_histogram_under_some_mantissas() -> None:

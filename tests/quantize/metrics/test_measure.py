@@ -118,18 +118,18 @@ def test_the_figures_are_those_of_a_direct_computation(maker: str, kind: str) ->
         source.packed[1::3] &= 0x88  # empty groups, some of -0
     codes, magnitude, _ = converted(source)
     codes = perturbed(codes, rng)
-    found = measure_quantized(source, codes, name="w", magnitude=magnitude)
+    figures = measure_quantized(source, codes, name="w", magnitude=magnitude)
     for name, value in directly(source, codes).items():
-        measured = getattr(found, name)
+        measured = getattr(figures, name)
         if isinstance(value, Fraction | float):
             assert math.isclose(measured, value, rel_tol=1e-13), name
         else:
             assert measured == value, name
-    assert dict(found.scale_histogram) == dict(zip(*np.unique(codes.block_scales, return_counts=True), strict=True))
-    assert found.blocks_outside_normal is None
+    assert dict(figures.scale_histogram) == dict(zip(*np.unique(codes.block_scales, return_counts=True), strict=True))
+    assert figures.blocks_outside_normal is None
     if kind != "MXFP4":  # a cast is not compared with max
-        assert found.sampled_blocks == found.num_blocks
-        assert math.isclose(found.sampled_error_achieved, found.squared_error, rel_tol=1e-13)
+        assert figures.sampled_blocks == figures.num_blocks
+        assert math.isclose(figures.sampled_error_achieved, figures.squared_error, rel_tol=1e-13)
 
 
 @pytest.mark.parametrize("rule", ["mse", "max"])
@@ -139,7 +139,7 @@ def test_a_conversion_counts_what_is_measured(maker: str, rule: Rule) -> None:
     """Among them every source scale. Without factors a conversion counts pairs of scales, another way to them."""
     source = MAKERS[maker]()
     codes, magnitude, expected = converted(source, rule=rule)
-    found = measure_quantized(source, codes, name="w", magnitude=magnitude, rule=rule)
+    figures = measure_quantized(source, codes, name="w", magnitude=magnitude, rule=rule)
     by_max = converted(source, rule="max")[2]
     if maker != "every-scale":  # of large ones, some rows are compared
         assert expected.sampled_blocks == expected.num_blocks
@@ -147,7 +147,7 @@ def test_a_conversion_counts_what_is_measured(maker: str, rule: Rule) -> None:
     assert expected.squared_error <= by_max.squared_error
     assert parse(WeightMetrics, encode(expected).decode(), where="here") == expected
     for field in dataclasses.fields(WeightMetrics):
-        measured = getattr(found, field.name)
+        measured = getattr(figures, field.name)
         stated = getattr(expected, field.name)
         if field.name == "blocks_outside_normal":
             assert measured is None
@@ -186,12 +186,12 @@ def test_instructions_measure_the_same_bits(maker: str, any_bytes_written: bool,
             scales = rng.integers(0, 127, scales.shape, np.uint8)
         values = decode_e4m3(np.arange(256, dtype=np.uint8) & 0x7F) * codes.global_scale
         before = _cpu.instructions()
-        found = []
+        sums = []
         for name in {"portable", before}:
             _cpu.use_instructions(name)
-            found.append(add_up(source, packed, scales, values))
+            sums.append(add_up(source, packed, scales, values))
         _cpu.use_instructions(before)
-        assert len(set(found)) == 1
+        assert len(set(sums)) == 1
 
 
 def metrics_of(weight: Int4Weight, rule: Rule, magnitude: Magnitude | None = None) -> WeightMetrics:
@@ -213,19 +213,19 @@ def test_one_row_in_256_of_a_large_tensor_is_compared_with_max() -> None:
     by_max = convert(weight, rule="max", global_scale=max_global_scale(magnitude)).weight
     runs = [measure_quantized(weight, result, name=name, magnitude=magnitude) for name in ("w", "v", "w")]
     assert runs[0] == runs[2]
-    for name, found in zip("wv", runs, strict=False):
+    for name, figures in zip("wv", runs, strict=False):
         rows = slice(zlib.crc32(name.encode()) % 256, None, 256)
-        assert found.sampled_blocks == 16 * 4096 // 16
-        assert found.sampled_error_achieved == pytest.approx(error_of(weight, result, rows), rel=1e-12)
-        assert found.sampled_error_max == pytest.approx(error_of(weight, by_max, rows), rel=1e-12)
-        assert found.achieved_to_max == pytest.approx(0.5, abs=0.03)
+        assert figures.sampled_blocks == 16 * 4096 // 16
+        assert figures.sampled_error_achieved == pytest.approx(error_of(weight, result, rows), rel=1e-12)
+        assert figures.sampled_error_max == pytest.approx(error_of(weight, by_max, rows), rel=1e-12)
+        assert figures.achieved_to_max == pytest.approx(0.5, abs=0.03)
 
 
 @pytest.mark.parametrize(("rows", "columns", "sampled_rows"), [(64, 1024, 64), (5, 1 << 16, 3), (1, 1 << 16, 1)])
 def test_a_small_or_flat_tensor_is_compared_with_max_in_two_rows(rows: int, columns: int, sampled_rows: int) -> None:
-    found = metrics_of(trained_like(rows, columns, seed=2), "mse")
-    assert found.sampled_blocks == sampled_rows * columns // 16
-    assert found.achieved_to_max == pytest.approx(0.5, abs=0.03)
+    figures = metrics_of(trained_like(rows, columns, seed=2), "mse")
+    assert figures.sampled_blocks == sampled_rows * columns // 16
+    assert figures.achieved_to_max == pytest.approx(0.5, abs=0.03)
 
 
 def test_a_wide_spread_of_scales_is_flagged_for_the_shared_set() -> None:

@@ -102,9 +102,9 @@ def test_modelopts_lossless_cast_has_the_same_scales_and_codes(spread: int) -> N
     theirs = block_scales.view(torch.uint8).numpy()
     assert (theirs[in_window] == result.block_scales[in_window]).all()
     ours = unpack_nibbles(result.packed)
-    found = unpack_nibbles(codes.numpy())
+    reference = unpack_nibbles(codes.numpy())
     columns = in_window.repeat(16, axis=1)
-    assert (np.where(ours == 8, 0, ours)[columns] == found[columns]).all()
+    assert (np.where(ours == 8, 0, ours)[columns] == reference[columns]).all()
 
 
 @pytest.mark.parametrize("spread", [0, 5, 17, 30])

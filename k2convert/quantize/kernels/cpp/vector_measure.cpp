@@ -2,7 +2,7 @@
 //
 // 16-bit lanes hold d = (w - w') / s times a unit. If b * g is a multiple of s's lowest bit, as under the rules with a
 // power of two as global scale, the unit is twice the mantissa of s, and d is exact. Otherwise it is 1024, and d is less
-// than one off. A group for which this leaves a doubt, or with a new largest error, is counted by count_group.
+// than one off. A group that this leaves open, or one with a new largest error, is counted by count_group.
 #include "measure.hpp"
 #include "vectors.hpp"
 
@@ -186,8 +186,8 @@ RowSums measure_int4(const Int4& source, const Quantized& written, Figures& figu
                 is_recoverable |= masks_of(first_tie, second_tie) & static_cast<uint32_t>(_mm256_movemask_epi8(is_even));
             }
         } else {
-            const __m256i doubt = _mm256_or_si256(over, ties);
-            if (is_equal != is_zero || !_mm256_testz_si256(doubt, doubt)) {
+            const __m256i undecided = _mm256_or_si256(over, ties);
+            if (is_equal != is_zero || !_mm256_testz_si256(undecided, undecided)) {
                 count_group(packed, values, scale, both, figures);
                 continue;
             }
