@@ -106,8 +106,8 @@ def convert(
     `source` and `destination` are folders or hf://owner/name. `recipe` is a name or a file, that of the source's family
     by default; `settings` replace its keys, like {"rule": "max", "calibration.tokens": 4096}. With the files `text`,
     rule gptq converts, on `device`; without them, weights are converted on the CPU. `max_disk` is in bytes, or text
-    like "200GB". Without `private`, a new repository is public. With `verify`, finished shards are hashed first.
-    `events` gets the progress.
+    like "200GB". A new repository is private; `private=False` makes it public. With `verify`, finished shards are
+    hashed first. `events` gets the progress.
 
     Raises InvalidCheckpointError if a tensor is below the recipe's error budget (the result stays), UnservableError if
     a result for the Hub breaks a rule (nothing is published), and any other K2ConvertError.

@@ -59,7 +59,7 @@ _VERBS: Final[dict[Callable[..., None], tuple[str, str]]] = {
     status: ("status Kimi-K2-Thinking-NVFP4", "status hf://YOU/K2-NVFP4 --json"),
     validate: (
         "validate Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
-        "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking --layers 30",
+        "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking",
     ),
     evaluate: (
         "evaluate Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --text novel.txt --dry-run",

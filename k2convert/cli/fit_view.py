@@ -291,10 +291,13 @@ def show_fit(name: str, fit: Fit) -> None:
         ("memory", format_bytes(memory)),
     ]
     print_table("on the fullest GPU" if fit.layout.pipeline > 1 else "on each GPU", ("what", "bytes"), rows)
-    if (bandwidth := fit.gpu.bandwidth) is not None:
+    if free > 0 and (bandwidth := fit.gpu.bandwidth) is not None:
         read = bytes_per_token(fit.model, fit.layout)
+        readers = "each GPU"
+        if fit.layout.pipeline > 1:
+            readers = f"the {fit.layout.pipeline} stages, one after another,"
         print_line(
-            f"upper bound: {bandwidth / read:,.0f} tok/s for one request, if each GPU did nothing but read its "
+            f"upper bound: {bandwidth / read:,.0f} tok/s for one request, if {readers} only read "
             f"{format_bytes(read)} of weights for a token"
         )
     show_notes(fit_notes(fit))

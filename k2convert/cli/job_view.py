@@ -376,7 +376,7 @@ def _left_line(plan: JobPlan) -> str:
     time = counted(plan.minutes_at_1_gb_s, "minute")
     if plan.bytes_to_read + plan.bytes_to_write < 60 * _DISK_RATE:
         time = "under a minute"
-    return f"{amounts}: {time} at 1 GB/s, one after the other"
+    return f"{amounts}: {time} at 1 GB/s, reads and writes together"
 
 
 def _show_network(job: Job, plan: JobPlan) -> None:

@@ -59,10 +59,12 @@ def validate(
     from k2convert.cli import console
     from k2convert.cli.progress import Display, waiting
     from k2convert.cli.validation_view import print_serve, show_validation
+    from k2convert.job.locations import named_source
     from k2convert.job.results import open_result_at
     from k2convert.records.command import read_command
     from k2convert.records.events import Extent
     from k2convert.records.journal import check_shards_are_here
+    from k2convert.records.ledger import find_ledger
 
     console.set_output(json=json, quiet=quiet)
     say_when_interrupted(lambda: NOTHING_KEPT, resumes=False)
@@ -94,7 +96,9 @@ def validate(
             command = None if opened.shards.is_remote else read_command(opened.folder)
             raise failed_validation(opened, command, is_of_source=report.is_of_source)
         ref = parse_repo(destination) if destination.startswith(SCHEME) else None
-        if ref is None:
+        if not source and (words := named_source(opened.folder, find_ledger(opened.folder))):
+            console.print_next(console.command("k2convert", "validate", destination, *words))
+        elif ref is None:
             print_serve(destination, folder=opened.folder, family=report.contract.family)
         else:
             print_serve(ref.repo, folder=opened.folder, family=report.contract.family, revision=ref.revision)

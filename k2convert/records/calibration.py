@@ -113,7 +113,7 @@ class CalibrationRecord:
         """Which windows `held_out` is of, or why it is empty."""
         if self.held_out:
             total = self.windows + self.held_out_windows
-            return f"on {self.held_out_windows:,} of {total:,} windows that were kept out of the fit"
+            return f"on the {self.held_out_windows:,} of {total:,} windows that were kept out of the fit"
         if self.windows == 1:
             return "no held-out figure: only one window"
         return "no held-out figure: no window was kept out of the fit"

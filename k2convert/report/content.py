@@ -54,16 +54,16 @@ def headline(report: Report) -> tuple[Figure, ...]:
     detail = f"of {total.num_weights:,} {form}weights against the exact source; relative MSE {error}"
     figures.append(Figure(format_decibels(total.sqnr_db), "SQNR", detail))
     if total.sampled_error_max > 0 and total.squared_error > 0 and report.rule != "max":
-        detail = "max calibration is the usual recipe"
-        figures.append(Figure(f"{total.achieved_to_max:.3f}", "of the squared error of max", detail))
+        detail = "max calibration, the usual recipe"
+        figures.append(Figure(f"{total.achieved_to_max:.3f}", "times the squared error of rule max", detail))
     if report.worst and total.squared_error > 0:
         worst = report.worst[0]
         detail = worst.location or "of all converted tensors"
         figures.append(Figure(format_decibels(worst.sqnr_db), "worst tensor", detail))
     if total.num_codes and total.recoverable_codes is not None:
         share = percent(total.recoverable_codes, total.num_codes)
-        detail = "if the result is rounded to the source's INT4 grid"
-        figures.append(Figure(share, "of the INT4 codes come back", detail))
+        detail = "when the result is rounded to the source's INT4 grid"
+        figures.append(Figure(share, "of the weights get their INT4 code back", detail))
     return tuple(figures)
 
 

@@ -70,7 +70,7 @@ def test_the_end_begins_with_the_held_out_error(short: Path, text: Path, done: P
     assert record is not None
     worst, errors = max(record.held_out.items(), key=lambda item: item[1].gptq_error)
     assert lines[0] == (
-        "outputs of the layers, on 1 of 5 windows that were kept out of the fit: squared error at most "
+        "outputs of the layers, on the 1 of 5 windows that were kept out of the fit: squared error at most "
         f"{errors.gptq_error:.5f} of the INT4 model's (layer {worst}; {errors.mse_error:.5f} with that layer "
         "by rule mse)"
     )

@@ -165,7 +165,7 @@ def test_a_damaged_field_is_named(problem: str, document: dict[str, Any]) -> Non
 
 
 def test_where_the_errors_come_from_is_said() -> None:
-    assert GPTQ_RECORD.measured_on == "on 4 of 68 windows that were kept out of the fit"
+    assert GPTQ_RECORD.measured_on == "on the 4 of 68 windows that were kept out of the fit"
     empty = replace(GPTQ_RECORD, held_out_windows=0, layers={10: GPTQ_RECORD.layers[10]})
     assert empty.measured_on == "no held-out figure: no window was kept out of the fit"
     assert replace(empty, windows=1).measured_on == "no held-out figure: only one window"

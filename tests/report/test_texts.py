@@ -89,7 +89,7 @@ def test_the_held_out_error_is_stated_with_the_rule_that_it_is_compared_with(eva
     last = HELD_OUT[3]
     figure = headline(evaluated.report)[2]
     assert (figure.value, figure.label) == (f"{last.gptq_error:.3g}", "output error")
-    assert f"on 1 of 5 windows that were kept out of the fit; {last.mse_error:.3g} with rule mse" in figure.detail
+    assert f"on the 1 of 5 windows that were kept out of the fit; {last.mse_error:.3g} with rule mse" in figure.detail
     assert "| 2 | 0 | 70 | 2,000,000 | 0.00247 | 0.00691 | 0.001 |" in evaluated.markdown.read_text()
 
 

@@ -275,6 +275,8 @@ def check_errors(
         for form, (sqnr, least) in sorted(worst.items(), reverse=True)
         if math.isfinite(sqnr)
     )
+    if result.incomplete and not findings.errors:
+        return findings.skip(result.incomplete)
     return findings
 
 

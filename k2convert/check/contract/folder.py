@@ -324,9 +324,9 @@ def check_package(result: Result) -> Findings:
     for path in _visible_files(result.folder):
         name = str(path.relative_to(result.folder))
         if path.suffix == SHARD_SUFFIX and name not in result.headers and name not in result.unreadable:
-            habit(name, "a shard that the index does not name")
+            habit(name, "a shard that the index does not name: remove it")
         elif path.suffix in (".tmp", ".part", ".incomplete"):
-            habit(name, "a temporary file")
+            habit(name, "a temporary file: remove it")
     return findings
 
 
