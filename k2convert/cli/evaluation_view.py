@@ -117,7 +117,7 @@ def show_evaluation(evaluation: Evaluation) -> None:
     if text.dropped:
         dropped = f", {text.dropped:,} windows dropped"
     print_table(
-        f"against {evaluation.reference.name}, on {text.tokens:,} tokens of {names}{dropped}",
+        f"against {evaluation.reference.name}, on {text.tokens:,} tokens drawn from {names}{dropped}",
         ("model", "KL, nats", "+-", "99.9 %", "max", "perplexity", "same top 1, %", "left top 5, %"),
         [(label, *_figures(row)) for label, row in zip(row_labels(evaluation.rows), evaluation.rows, strict=True)],
     )
@@ -128,8 +128,9 @@ def show_evaluation(evaluation: Evaluation) -> None:
     for row in evaluation.rows:
         for token in (token for token in row.worst[:_SHOWN_TOKENS] if token.divergence > 0):
             print_line(
-                f"{_called(row.model)}: KL {token.divergence:.3f} after {token.before[-40:]!r}: text {token.token!r}, "
-                f"reference {token.reference_token!r}, model {token.model_token!r}"
+                f"{_called(row.model)}: KL {token.divergence:.3f} after {token.before[-40:]!r}: the text has "
+                f"{token.token!r}, likeliest is {token.reference_token!r} by the reference, {token.model_token!r} "
+                "by the model"
             )
 
 
