@@ -225,7 +225,7 @@ def evaluate(
     from pathlib import Path
     from typing import get_args
 
-    from k2convert.choices import AskedActivations, ComputedKvCache
+    from k2convert.choices import ComputedKvCache, RequestedActivations
     from k2convert.errors import check_choice, check_flags, read_size
     from k2convert.hub.client import Hub
     from k2convert.job.host_process import host_process, read_events, read_optional_path, read_path, read_paths
@@ -233,7 +233,7 @@ def evaluate(
     from k2convert.plan.recipe import text_use
 
     if activations is not None:
-        check_choice("activations", activations, get_args(AskedActivations))
+        check_choice("activations", activations, get_args(RequestedActivations))
     if kv_cache is not None:
         check_choice("kv_cache", kv_cache, get_args(ComputedKvCache))
     check_flags(any_text=any_text)

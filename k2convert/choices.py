@@ -9,7 +9,7 @@ it; the best E4M3 scale of every block, by squared error; or the block maximum o
 Layout = Literal["modelopt", "compressed-tensors"]  # tensor names and configs of an NVFP4 checkpoint
 Activations = Literal["w4a4", "w4a16"]  # 4-bit activations, or weight-only
 
-AskedActivations = Literal["w4a4", "w4a16", "both"]
+RequestedActivations = Literal["w4a4", "w4a16", "both"]
 """Arithmetic of NVFP4 weights in an evaluation, whatever their config declares."""
 
 QuantizerKind = Literal["native", "reference"]  # k2convert's own arithmetic, or compressed-tensors followed by ModelOpt

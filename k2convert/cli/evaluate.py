@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW, AskedActivations, ComputedKvCache
+from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW, ComputedKvCache, RequestedActivations
 from k2convert.cli.interrupts import say_when_interrupted
 from k2convert.cli.options import (
     ADDRESS,
@@ -43,7 +43,7 @@ def evaluate(
         int, option("Window length in tokens (the context of each prediction).", "N", min=2)
     ] = EVALUATION_WINDOW,
     activations: Annotated[
-        AskedActivations | None, option("Activations of NVFP4 weights [default: as config.json declares].")
+        RequestedActivations | None, option("Activations of NVFP4 weights [default: as config.json declares].")
     ] = None,
     kv_cache: Annotated[
         ComputedKvCache | None, option("Compute as with such a KV cache, except the reference [default: FP32].")

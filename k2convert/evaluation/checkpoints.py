@@ -17,7 +17,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.layouts.layout import fp8_tensors
 from k2convert.checkpoint.names import CONFIG_NAME, TIKTOKEN_NAME, TOKENIZER_NAME
-from k2convert.choices import Activations, AskedActivations
+from k2convert.choices import Activations, RequestedActivations
 from k2convert.deploy.serving import nvfp4_scheme
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.models import detect_family, parse_tensor_names, read_architecture, vocabulary_size
@@ -81,7 +81,7 @@ def head_names(checkpoint: Checkpoint) -> tuple[str, ...]:
     return (f"{family.prefix}norm.{WEIGHT}", head, *(name for name in mixture if name in checkpoint.tensors))
 
 
-def modes_of(checkpoint: Checkpoint, requested: AskedActivations | None) -> tuple[Activations | None, ...]:
+def modes_of(checkpoint: Checkpoint, requested: RequestedActivations | None) -> tuple[Activations | None, ...]:
     """Return how the activations of a checkpoint's NVFP4 weights are computed; (None,) if it has no such weights."""
     parameters = {name.rpartition(".")[2] for name in checkpoint.tensors}
     if not any(names.global_scale in parameters for names in LAYOUTS.values()):

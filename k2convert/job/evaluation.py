@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX, model_name
-from k2convert.choices import AskedActivations, ComputedKvCache
+from k2convert.choices import ComputedKvCache, RequestedActivations
 from k2convert.errors import CalibrationError, CheckpointError, DestinationError, require_extra
 from k2convert.evaluation.checkpoints import (
     EvaluatedCheckpoint,
@@ -46,7 +46,7 @@ _REVISION: Final = "revision of {}"
 class EvaluationOptions:
     """Options by which models are computed: the rounding of activations and KV cache; `out` is the file to write."""
 
-    activations: AskedActivations | None = None
+    activations: RequestedActivations | None = None
     kv_cache: ComputedKvCache | None = None
     out: Path | None = None
     any_text: bool = False

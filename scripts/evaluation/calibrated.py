@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import k2convert
-from k2convert.choices import AskedActivations
+from k2convert.choices import RequestedActivations
 from k2convert.records.evaluation import Figures
 from scripts.evaluation.austen import novel
 from scripts.evaluation.measure import WINDOW, compare_in_turn, encode
@@ -209,7 +209,7 @@ def evaluate_calibrated(
     *,
     rows: Sequence[str],
     tokens: int | None = None,
-    activations: AskedActivations = "both",
+    activations: RequestedActivations = "both",
 ) -> CalibratedEvaluation:
     """Convert or calibrate for every row, and score each of them on the text for evaluation."""
     folders = {c: c.folder(subject, work) for c in CONVERSIONS if c.weights in rows}
@@ -241,7 +241,7 @@ def _score_checkpoints(
     work: Path,
     folders: Mapping[Conversion, Path],
     windows: Tensor,
-    activations: AskedActivations,
+    activations: RequestedActivations,
 ) -> tuple[float, Scores]:
     """Score checkpoints by `k2convert.evaluate` on ids [W, 256]; return the source's perplexity first."""
     ids = work / f"{subject.source.name}-evaluated.npy"
@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("subject", choices=(*SUBJECTS, "all"))
     parser.add_argument("--peers", action="store_true", help="llm-compressor, ModelOpt and AMD Quark too (slow)")
     parser.add_argument("--rows", nargs="+", metavar="PATTERN", help='score only these rows: "gptq*" "ModelOpt*"')
-    parser.add_argument("--activations", choices=get_args(AskedActivations), default="both")
+    parser.add_argument("--activations", choices=get_args(RequestedActivations), default="both")
     parser.add_argument("--tokens", type=int, help="number of tokens to evaluate; default: as many as in RESULTS.md")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "eval", help="folder for models and results")
     parser.add_argument("--threads", type=int, default=2)
