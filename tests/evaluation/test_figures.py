@@ -113,7 +113,8 @@ def assert_same(figures: Figures, expected: Figures, activations: str | None) ->
     for name in ("median", "p99", "p999", "maximum"):
         actual = getattr(figures.divergence, name)
         other = getattr(expected.divergence, name)
-        assert actual == pytest.approx(other, rel=2 * rel, abs=1e-7), name
+        # In W4A4 such a step moves a quantile of 252 tokens by up to 3 %, which differs between processors.
+        assert actual == pytest.approx(other, rel=0.05 if activations == "w4a4" else 2 * rel, abs=1e-7), name
     assert figures.perplexity == pytest.approx(expected.perplexity, rel=rel / 5)
     assert figures.reference_perplexity == pytest.approx(expected.reference_perplexity, rel=1e-5)
     assert figures.log_likelihood.mean == pytest.approx(expected.log_likelihood.mean, abs=rel / 5)

@@ -68,12 +68,12 @@ def peak_memory(folder: Path, *, experts: int) -> int:
 
 
 def assert_equals_transformers(folder: Path, ids: Tensor) -> None:
-    """Hidden states within float noise, routing exactly. A tie of the router may have any order."""
+    """Hidden states within float noise, which differs between processors, routing exactly. A tie may have any order."""
     ours, observers = streamed(folder, ids)
     theirs, _, routings = transformers_states(folder, ids)
     assert torch.equal(ours[0], theirs[0])
     for mine, other in zip(ours, theirs, strict=True):
-        assert torch.allclose(mine, other, rtol=1e-4, atol=2e-6 * float(other.abs().max()))
+        assert torch.allclose(mine, other, rtol=1e-4, atol=5e-6 * float(other.abs().max()))
     for layer, (experts, weights) in routings.items():
         routing = observers[layer].routings[0]
         order = routing.experts.argsort(dim=-1)

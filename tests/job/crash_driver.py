@@ -208,17 +208,22 @@ def crash(command: Command, points: str) -> dict[str, object]:
         "calls": calls,
         "files": sorted(name for name in whole if not name.endswith("/")),
         "tried": len(tried),
-        "interrupted": interrupt(command, whole, last, wrong),
+        "interrupted": interrupt(command, calls, whole, wrong),
         "killed": kill_at_random(command, whole, seconds, wrong) if every else 0,
         "wrong": wrong,
     }
 
 
-def interrupt(command: Command, whole: dict[str, bytes], last: int, wrong: list[str]) -> dict[str, object]:
+def interrupt(command: Command, calls: list[str], whole: dict[str, bytes], wrong: list[str]) -> dict[str, object]:
     """What an interrupted run said, and what the resumed one says if a shard with experts of layer 1 was lost."""
+    last = len(calls)
     code = command.run(INTERRUPT, 2 * last // 3)
     lines = command.lines()
     command.run(INTERRUPT, last // 4)
+    lost = [number for number, call in enumerate(calls, 1) if re.match("unlink .*codes-001.safetensors$", call)]
+    if lost:  # a kill at a call is exact; an interrupted job may end before the signal arrives
+        shutil.rmtree(command.out)
+        command.run(KILL, lost[-1] + 3)
     for shard in command.out.glob("model-00002-of-*.safetensors"):
         shard.unlink()
     assert command.run() == 0
